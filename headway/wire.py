@@ -223,7 +223,7 @@ class Ack(msgspec.Struct, frozen=True, tag_field="t", tag="ack"):
 
 
 class Orders(msgspec.Struct, frozen=True, tag_field="t", tag="orders"):
-    """Orders of the Lease holder; `fence` = Lease transitions. The agent obeys the highest, and drops them at expiry."""
+    """Orders of the Lease holder; `fence` = Lease transitions. The agent obeys the highest, drops them at expiry."""
 
     fence: int
     expires_in_s: float
@@ -234,7 +234,9 @@ class Refused(msgspec.Struct, frozen=True, tag_field="t", tag="refused"):
     """A frame that was not taken: `what` (frame tag or "frame"), `why` a closed word, `detail` for people."""
 
     what: str
-    why: Literal["malformed", "too_big", "from_the_future", "another_node", "unknown_layout", "unknown_journal", "order"]
+    why: Literal[
+        "malformed", "too_big", "from_the_future", "another_node", "unknown_layout", "unknown_journal", "order"
+    ]
     detail: str
 
 

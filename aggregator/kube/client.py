@@ -56,6 +56,10 @@ def _error(status: int, body: bytes, headers: Mapping[str, str]) -> KubeError:
     return KubeError(status, reason, message, float(after) if after.isdigit() else None)
 
 
+def in_pod() -> bool:
+    return Path("/var/run/secrets/kubernetes.io/serviceaccount/token").exists()
+
+
 class KubeClient:
     """One connection pool to one API server. Use `await KubeClient.connect(...)`, and close it."""
 
@@ -67,10 +71,12 @@ class KubeClient:
         """From `kubeconfig`, else from inside a pod, else from the usual kubeconfig. Raises KubeConfigError."""
         settings = kube_client.Configuration()
         try:
-            if kubeconfig is None and Path("/var/run/secrets/kubernetes.io/serviceaccount/token").exists():
-                kube_config.load_incluster_config(client_configuration=settings)
+            if kubeconfig is None and in_pod():
+                kube_config.load_incluster_config(client_configuration=settings)  # type: ignore[no-untyped-call]
             else:
-                await kube_config.load_kube_config(kubeconfig, context, client_configuration=settings)
+                await kube_config.load_kube_config(  # type: ignore[no-untyped-call]
+                    kubeconfig, context, client_configuration=settings
+                )
         except (kube_config.ConfigException, OSError) as error:
             where = kubeconfig or "the default kubeconfig"
             raise KubeConfigError(f"{where}: {error}; give --kubeconfig FILE") from error
@@ -105,14 +111,12 @@ class KubeClient:
         query: Mapping[str, str] | None,
         body: object | None,
         content_type: str,
-        timeout: aiohttp.ClientTimeout,
+        limits: aiohttp.ClientTimeout,
     ) -> aiohttp.ClientResponse:
         headers = {"Accept": JSON, "Content-Type": content_type, "User-Agent": "headway-aggregator"}
         await self._api.update_params_for_auth(headers, None, ["BearerToken"], path, method, None)
         url = f"{self.server}{path}" + (f"?{urlencode(query)}" if query else "")
-        answer = await self._api.rest_client.request(
-            method, url, headers=headers, body=body, _request_timeout=timeout
-        )
+        answer = await self._api.rest_client.request(method, url, headers=headers, body=body, _request_timeout=limits)
         response: aiohttp.ClientResponse = answer.response
         return response
 
