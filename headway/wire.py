@@ -21,7 +21,7 @@ Unknown struct fields are ignored, so that a newer peer may say more; a name nev
 
 from __future__ import annotations
 
-from typing import Literal, TypeVar
+from typing import Annotated, Literal, TypeVar
 
 import msgspec
 
@@ -37,6 +37,9 @@ MAX_MESSAGE_BYTES = 1024 * 1024
 MAX_JOURNALS = 8
 MAX_GPUS = 128
 MAX_EVENTS_PER_FRAME = 512
+MAX_LAYOUTS = 16
+MAX_COLUMNS = 256
+MAX_ROWS = 4096
 HEARTBEAT_S = 10.0
 #: Longest wait before an agent tries again: full jitter over 0..this.
 RECONNECT_JITTER_S = 30.0
@@ -70,38 +73,44 @@ GPU_COLUMNS: tuple[str, ...] = (
     "pcie_replay_count",
 )
 
+#: Bounds that decoding enforces. NaN and infinity fail them too, so no time that passed can be "not a number".
+Name = Annotated[str, msgspec.Meta(max_length=253)]
+Detail = Annotated[str, msgspec.Meta(max_length=4096)]
+Count = Annotated[int, msgspec.Meta(ge=0, le=2**63 - 1)]
+Seconds = Annotated[float, msgspec.Meta(ge=0.0, le=1e11)]
+
 EventKind = Literal["kernel_line", "state", "gpu", "source", "slot", "repeats", "agent"]
 
 
 class Epoch(msgspec.Struct, frozen=True, order=True):
     """Life of a GPU between two events that restart its counters: (boot, driver load, reset)."""
 
-    boot_id: str
-    driver_load: int
-    reset_count: int
+    boot_id: Name
+    driver_load: Count
+    reset_count: Count
 
 
 class GpuInfo(msgspec.Struct, frozen=True, omit_defaults=True):
     """One GPU as the node's driver names it. None = not measured. `pci` is `0000:3b:00.0`."""
 
-    uuid: str
-    pci: str
-    minor: int | None = None
-    model: str | None = None
-    serial: str | None = None
-    part_number: str | None = None
-    vbios: str | None = None
-    memory_total_bytes: int | None = None
+    uuid: Name
+    pci: Name
+    minor: Count | None = None
+    model: Name | None = None
+    serial: Name | None = None
+    part_number: Name | None = None
+    vbios: Name | None = None
+    memory_total_bytes: Count | None = None
     epoch: Epoch | None = None
 
 
 class Repeats(msgspec.Struct, frozen=True):
     """`count` further events equal in (address, family, code) to event `of_seq` of the same journal."""
 
-    of_seq: int
-    count: int
-    first_s: float
-    last_s: float
+    of_seq: Count
+    count: Count
+    first_s: Seconds
+    last_s: Seconds
 
 
 class Event(msgspec.Struct, frozen=True, omit_defaults=True):
@@ -120,32 +129,32 @@ class Event(msgspec.Struct, frozen=True, omit_defaults=True):
     agent        `name` "start" or "stop"
     """
 
-    seq: int
-    boot_id: str
-    observed_s: float
-    wall_s: float
+    seq: Count
+    boot_id: Name
+    observed_s: Seconds
+    wall_s: Seconds
     kind: EventKind
-    source: str
-    name: str | None = None
-    value: str | None = None
-    uuid: str | None = None
-    pci: str | None = None
+    source: Name
+    name: Name | None = None
+    value: Name | None = None
+    uuid: Name | None = None
+    pci: Name | None = None
     epoch: Epoch | None = None
     line: KernelLine | None = None
     gpu: GpuInfo | None = None
     repeats: Repeats | None = None
-    count: int | None = None
-    since_s: float | None = None
-    detail: str | None = None
+    count: Count | None = None
+    since_s: Seconds | None = None
+    detail: Detail | None = None
 
 
 class JournalInfo(msgspec.Struct, frozen=True):
     """What an agent still holds of one journal: events with `first_seq <= seq < next_seq`."""
 
-    journal_id: str
-    boot_id: str
-    first_seq: int
-    next_seq: int
+    journal_id: Name
+    boot_id: Name
+    first_seq: Count
+    next_seq: Count
     durable: bool
     current: bool
 
@@ -153,87 +162,87 @@ class JournalInfo(msgspec.Struct, frozen=True):
 class Cursor(msgspec.Struct, frozen=True):
     """All events of the journal before `backfill`, and those from `live_start` up to before `live`, have arrived."""
 
-    journal_id: str
-    backfill: int
-    live_start: int
-    live: int
+    journal_id: Name
+    backfill: Count
+    live_start: Count
+    live: Count
 
 
 class Layout(msgspec.Struct, frozen=True):
     """Meaning of a group's bytes: `rows` are the GPU UUIDs in order, `columns` the names in order."""
 
-    layout_id: int
-    group: str
-    columns: tuple[str, ...]
-    rows: tuple[str, ...]
+    layout_id: Count
+    group: Name
+    columns: Annotated[tuple[Name, ...], msgspec.Meta(max_length=MAX_COLUMNS)]
+    rows: Annotated[tuple[Name, ...], msgspec.Meta(max_length=MAX_ROWS)]
 
 
 class Hello(msgspec.Struct, frozen=True, tag_field="t", tag="hello"):
     """First frame of an agent, and again whenever its inventory changes (with new layout ids)."""
 
-    node: str
-    boot_id: str
-    sent_s: float
-    wall_s: float
-    major: int
-    minor: int
-    agent_version: str
-    journals: tuple[JournalInfo, ...]
-    gpus: tuple[GpuInfo, ...] = ()
-    layouts: tuple[Layout, ...] = ()
-    driver_version: str | None = None
+    node: Name
+    boot_id: Name
+    sent_s: Seconds
+    wall_s: Seconds
+    major: Count
+    minor: Count
+    agent_version: Name
+    journals: Annotated[tuple[JournalInfo, ...], msgspec.Meta(max_length=MAX_JOURNALS)]
+    gpus: Annotated[tuple[GpuInfo, ...], msgspec.Meta(max_length=MAX_GPUS)] = ()
+    layouts: Annotated[tuple[Layout, ...], msgspec.Meta(max_length=MAX_LAYOUTS)] = ()
+    driver_version: Name | None = None
 
 
 class Welcome(msgspec.Struct, frozen=True, tag_field="t", tag="welcome"):
     """Answer to Hello. `credit` = backfill events the agent may have in flight."""
 
     cursors: tuple[Cursor, ...]
-    pace_s: float
-    credit: int
-    aggregator_epoch: str
+    pace_s: Seconds
+    credit: Count
+    aggregator_epoch: Name
 
 
 class Sample(msgspec.Struct, frozen=True, tag_field="t", tag="sample"):
     """Newest values of one group; `data` is rows x columns little-endian f64."""
 
-    layout_id: int
-    group: str
-    boot_id: str
-    observed_s: float
-    sent_s: float
+    layout_id: Count
+    group: Name
+    boot_id: Name
+    observed_s: Seconds
+    sent_s: Seconds
     data: bytes
 
 
 class Events(msgspec.Struct, frozen=True, tag_field="t", tag="event"):
     """Events of one journal with consecutive `seq`. `lane` says which cursor they move."""
 
-    journal_id: str
+    journal_id: Name
     lane: Literal["live", "backfill"]
-    boot_id: str
-    sent_s: float
-    events: tuple[Event, ...]
+    boot_id: Name
+    sent_s: Seconds
+    events: Annotated[tuple[Event, ...], msgspec.Meta(max_length=MAX_EVENTS_PER_FRAME)]
 
 
 class Ack(msgspec.Struct, frozen=True, tag_field="t", tag="ack"):
     """Where the receiver stands now. Sent after events, and as the heartbeat's answer."""
 
     cursors: tuple[Cursor, ...]
-    pace_s: float
-    credit: int
+    pace_s: Seconds
+    credit: Count
 
 
 class Orders(msgspec.Struct, frozen=True, tag_field="t", tag="orders"):
     """Orders of the Lease holder; `fence` = Lease transitions. The agent obeys the highest, drops them at expiry."""
 
-    fence: int
-    expires_in_s: float
+    fence: Count
+    expires_in_s: Seconds
     orders: tuple[str, ...] = ()
 
 
 class Refused(msgspec.Struct, frozen=True, tag_field="t", tag="refused"):
     """A frame that was not taken: `what` (frame tag or "frame"), `why` a closed word, `detail` for people."""
 
-    what: str
+    what: Name
     why: Literal[
         "malformed", "too_big", "from_the_future", "another_node", "unknown_layout", "unknown_journal", "order"
     ]
@@ -243,8 +252,8 @@ class Refused(msgspec.Struct, frozen=True, tag_field="t", tag="refused"):
 class Bye(msgspec.Struct, frozen=True, tag_field="t", tag="bye"):
     """The sender closes: `superseded`, `busy`, `unauthorized`, `pod_gone`, `expired`, `stopping`, `version`."""
 
-    code: str
-    retry_after_s: float = 0.0
+    code: Name
+    retry_after_s: Seconds = 0.0
 
 
 FromAgent = Hello | Sample | Events | Bye
