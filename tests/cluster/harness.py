@@ -1,0 +1,385 @@
+"""A real Kubernetes control plane on loopback, for tests, benches and scripts.
+
+    with ControlPlane() as plane:
+        plane.create_node("n1", gpus=8)
+        plane.request("GET", "/api/v1/nodes/n1")
+
+etcd, kube-apiserver (RBAC, Node authorizer, NodeRestriction, audit log), kube-scheduler and kube-controller-manager,
+in a temporary folder, on free ports of 127.0.0.1. Ready in about four seconds; the last stop leaves no process.
+"""
+
+from __future__ import annotations
+
+import atexit
+import json
+import secrets
+import shutil
+import tempfile
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+import jwt
+from cryptography.hazmat.primitives import serialization
+from cryptography.hazmat.primitives.asymmetric import rsa
+
+from tests.cluster import audit, build_kube, objects
+from tests.cluster.client import STRATEGIC_MERGE_PATCH, ApiClient, ApiError
+from tests.cluster.processes import Daemon, StartError, free_port, wait_until
+
+START_DEADLINE_S = 60.0
+WAIT_S = 15.0
+ISSUER = "https://kubernetes.default.svc"
+NOT_READY_TAINT = "node.kubernetes.io/not-ready"
+
+# Users that exist from the start, since the token file is read once. The rights of "test-*" users come by `grant`.
+TEST_USERS = tuple(f"test-{number}" for number in range(10))
+KUBELET_NODES = tuple(f"kubelet-{number}" for number in range(4))
+
+
+class NotBuilt(Exception):
+    """Binaries are missing; the message says which and how to get them."""
+
+
+@dataclass(frozen=True)
+class _User:
+    token: str
+    groups: tuple[str, ...] = ()
+
+
+def _users(more: Sequence[str]) -> dict[str, _User]:
+    masters = ("system:masters",)
+    users = {"admin": masters, "fake-kubelet": masters, "system:kube-scheduler": (), "system:kube-controller-manager": ()}
+    users |= {f"system:node:{node}": ("system:nodes",) for node in KUBELET_NODES}
+    users |= dict.fromkeys((*TEST_USERS, *more), ())
+    return {name: _User(secrets.token_hex(16), groups) for name, groups in users.items()}
+
+
+class ControlPlane:
+    """One control plane, from `start` (or `with`) to `stop`. Methods block; call them from any thread.
+
+    `users` adds names to the token file (see `token_of`); `extra` adds flags per component, e.g.
+    `{"kube-apiserver": ["--feature-gates=X=true"]}`. Raises NotBuilt, StartError.
+    """
+
+    def __init__(self, version: str | None = None, *, users: Sequence[str] = (),
+                 extra: Mapping[str, Sequence[str]] | None = None, node_monitor_grace: str = "10h") -> None:  # fmt: skip
+        found = build_kube.find(version)
+        self.full_version = found.version
+        self._binaries = found.paths
+        for name in ("etcd", "kube-apiserver", "kube-scheduler", "kube-controller-manager"):
+            self.binary(name)
+        self.dir = Path()
+        self.server = ""
+        self.processes: dict[str, Daemon] = {}
+        self._extra = extra or {}
+        self._grace = node_monitor_grace
+        self._users = _users(users)
+        self._key = rsa.generate_private_key(public_exponent=65537, key_size=2048)
+        self._client: ApiClient | None = None
+
+    def binary(self, name: str) -> Path:
+        """The executable of a component, "kubectl", "kubelet" or "fakecri". Raises NotBuilt."""
+        if name not in self._binaries:
+            raise NotBuilt(f"Kubernetes {self.full_version}: {name} is not built; run "
+                           f"`make kube VERSION={build_kube.minor_of(self.full_version)}`")  # fmt: skip
+        return self._binaries[name]
+
+    # --- life ---------------------------------------------------------------------------------------------------------
+
+    def start(self) -> ControlPlane:
+        """Starts everything and returns when the default ServiceAccount exists."""
+        if self.processes:
+            raise StartError("this control plane has been started already")
+        self.dir = Path(tempfile.mkdtemp(prefix="headway-kube-"))
+        atexit.register(self.stop)
+        try:
+            self._write_files()
+            self._start_api()
+            self._start_controllers()
+        except BaseException:
+            self.stop()
+            raise
+        return self
+
+    def stop(self) -> None:
+        """Stops what runs, in order, and removes the folder. Safe to call twice."""
+        atexit.unregister(self.stop)
+        if self._client is not None:
+            self._client.close()
+        # etcd last: an API server without its etcd ignores SIGTERM for more than a minute.
+        for name in ("kube-scheduler", "kube-controller-manager", "kube-apiserver", "etcd"):
+            if name in self.processes:
+                self.processes.pop(name).stop()
+        if self.dir != Path():
+            shutil.rmtree(self.dir, ignore_errors=True)
+
+    def __enter__(self) -> ControlPlane:
+        return self.start()
+
+    def __exit__(self, kind: type[BaseException] | None, value: BaseException | None, trace: TracebackType | None) -> None:
+        self.stop()
+
+    def _write_files(self) -> None:
+        pem = self._key.private_bytes(serialization.Encoding.PEM, serialization.PrivateFormat.TraditionalOpenSSL,
+                                      serialization.NoEncryption())  # fmt: skip
+        (self.dir / "sa.key").write_bytes(pem)
+        (self.dir / "audit-policy.yaml").write_text(audit.POLICY)
+        rows = (f'{user.token},{name},{name},"{",".join(user.groups)}"\n' for name, user in self._users.items())
+        (self.dir / "tokens.csv").write_text("".join(rows))
+
+    def _spawn(self, name: str, *flags: str) -> Daemon:
+        command = [self.binary(name), *flags, *self._extra.get(name, ())]
+        daemon = Daemon(name, command, self.dir / f"{name}.log")
+        self.processes[name] = daemon
+        return daemon
+
+    def _start_api(self) -> None:
+        etcd, peer, port = (free_port() for _ in range(3))
+        client_url, peer_url = f"http://127.0.0.1:{etcd}", f"http://127.0.0.1:{peer}"
+        self.server = f"https://127.0.0.1:{port}"
+        self._spawn(
+            "etcd", f"--data-dir={self.dir / 'etcd'}", f"--listen-client-urls={client_url}", "--unsafe-no-fsync",
+            f"--advertise-client-urls={client_url}", f"--listen-peer-urls={peer_url}", "--log-level=error",
+        )  # fmt: skip
+        self._spawn(
+            "kube-apiserver", f"--etcd-servers={client_url}", "--bind-address=127.0.0.1", f"--secure-port={port}",
+            f"--cert-dir={self.dir / 'certs'}", f"--service-account-issuer={ISSUER}",
+            f"--service-account-key-file={self.dir / 'sa.key'}",
+            f"--service-account-signing-key-file={self.dir / 'sa.key'}",
+            f"--token-auth-file={self.dir / 'tokens.csv'}", "--authorization-mode=Node,RBAC",
+            "--enable-admission-plugins=NodeRestriction", "--service-cluster-ip-range=10.96.0.0/16",
+            f"--audit-policy-file={self.dir / 'audit-policy.yaml'}", f"--audit-log-path={self.audit_path}",
+            # blocking: the line is in the file before the request ends. The size is in MB; 0 would mean rotate at 100.
+            "--audit-log-mode=blocking", "--audit-log-format=json", "--audit-log-maxsize=100000",
+        )  # fmt: skip
+        self._wait_start(lambda: Path(self.ca_file).exists(), "kube-apiserver wrote no certificate")
+        self._client = ApiClient(self.server, self.ca_file, self.admin_token)
+        self._wait_start(lambda: self._answers("/readyz"), "kube-apiserver is not ready")
+
+    def _start_controllers(self) -> None:
+        scheduler = self.kubeconfig_for(self.token_of("system:kube-scheduler"))
+        # The default limit of 50 requests a second would hide every effect on the scheduling rate.
+        config = {"apiVersion": "kubescheduler.config.k8s.io/v1", "kind": "KubeSchedulerConfiguration",
+                  "clientConnection": {"kubeconfig": str(scheduler), "qps": 5000, "burst": 5000},
+                  "leaderElection": {"leaderElect": False}}  # fmt: skip
+        (self.dir / "scheduler.yaml").write_text(json.dumps(config))
+        self._spawn("kube-scheduler", f"--config={self.dir / 'scheduler.yaml'}", "--secure-port=0")
+        manager = self.kubeconfig_for(self.token_of("system:kube-controller-manager"))
+        self._spawn(
+            "kube-controller-manager", f"--kubeconfig={manager}", "--leader-elect=false", "--secure-port=0",
+            "--use-service-account-credentials", f"--service-account-private-key-file={self.dir / 'sa.key'}",
+            f"--root-ca-file={self.ca_file}", f"--node-monitor-grace-period={self._grace}",
+            # with the default limits the default ServiceAccount, which pods need, takes eight seconds
+            "--kube-api-qps=500", "--kube-api-burst=1000",
+        )  # fmt: skip
+        path = "/api/v1/namespaces/default/serviceaccounts/default"
+        self._wait_start(lambda: self._answers(path), "the default ServiceAccount was not created")
+
+    def _wait_start(self, probe: Callable[[], bool], what: str) -> None:
+        def checked() -> bool:
+            for daemon in self.processes.values():
+                daemon.check()
+            return probe()
+
+        try:
+            wait_until(checked, START_DEADLINE_S, what)
+        except TimeoutError as error:
+            tails = "\n".join(f"--- {daemon.name}\n{daemon.tail()}" for daemon in self.processes.values())
+            raise StartError(f"{error}\n{tails}") from error
+
+    def _answers(self, path: str) -> bool:
+        try:
+            self.request("GET", path)
+        except (ApiError, OSError):
+            return False
+        return True
+
+    # --- access -------------------------------------------------------------------------------------------------------
+
+    @property
+    def ca_file(self) -> str:
+        """The file of the certificate that the server shows, to be trusted as CA."""
+        return str(self.dir / "certs" / "apiserver.crt")
+
+    @property
+    def admin_token(self) -> str:
+        """The token of user "admin" (system:masters)."""
+        return self.token_of("admin")
+
+    @property
+    def kubeconfig(self) -> str:
+        """The path of a kubeconfig file for user "admin"."""
+        return str(self.kubeconfig_for(self.admin_token))
+
+    @property
+    def version(self) -> str:
+        """What /version says, e.g. "v1.37.2"."""
+        return str(self.request("GET", "/version")["gitVersion"])
+
+    def token_of(self, user: str) -> str:
+        """The static token of a user: "admin", "test-0" … "test-9", "system:node:kubelet-0" …, those given as `users`."""
+        return self._users[user].token
+
+    def kubeconfig_for(self, token: str, namespace: str = "default") -> Path:
+        """Writes a kubeconfig file for any bearer token (one file per token) and gives its path."""
+        path = self.dir / f"kubeconfig-{token[-16:]}"
+        config = {
+            "apiVersion": "v1", "kind": "Config", "current-context": "test",
+            "clusters": [{"name": "test", "cluster": {"server": self.server, "certificate-authority": self.ca_file}}],
+            "users": [{"name": "test", "user": {"token": token}}],
+            "contexts": [{"name": "test", "context": {"cluster": "test", "user": "test", "namespace": namespace}}],
+        }  # fmt: skip
+        path.write_text(json.dumps(config))  # JSON is YAML
+        return path
+
+    def request(self, method: str, path: str, body: Any = None, token: str | None = None,
+                content_type: str | None = None) -> dict[str, Any]:  # fmt: skip
+        """One API request, as admin unless `token` is given; see ApiClient.request. Raises ApiError."""
+        if self._client is None:
+            raise StartError("the control plane has not been started")
+        return self._client.request(method, path, body, token, content_type)
+
+    def wait_for(self, path: str, predicate: Callable[[dict[str, Any] | None], bool], what: str,
+                 deadline_s: float = WAIT_S) -> dict[str, Any] | None:  # fmt: skip
+        """GETs `path` until `predicate(object, or None while it is absent)`; gives that object. TimeoutError shows it."""
+        last: list[dict[str, Any] | None] = [None]
+
+        def probe() -> bool:
+            try:
+                last[0] = self.request("GET", path)
+            except ApiError as error:
+                if error.status != 404:
+                    raise
+                last[0] = None
+            return predicate(last[0])
+
+        try:
+            wait_until(probe, deadline_s, what)
+        except TimeoutError as error:
+            raise TimeoutError(f"{error}; {path} is {json.dumps(last[0])[:4000]}") from None
+        return last[0]
+
+    # --- audit log ----------------------------------------------------------------------------------------------------
+
+    @property
+    def audit_path(self) -> Path:
+        """The audit log: JSON lines, one per finished request."""
+        return self.dir / "audit.log"
+
+    def audit_mark(self) -> int:
+        """The present end of the audit log, to be given as `since` later."""
+        return self.audit_path.stat().st_size if self.audit_path.exists() else 0
+
+    def audit(self, since: int = 0) -> Iterator[audit.AuditEntry]:
+        """The entries after a mark. A client may have its answer some ms before its line is here."""
+        return audit.read(self.audit_path, since)
+
+    def wait_audit(self, predicate: Callable[[audit.AuditEntry], bool], since: int = 0,
+                   deadline_s: float = WAIT_S) -> audit.AuditEntry:  # fmt: skip
+        """The first entry after `since` that fits; waits for it. Raises TimeoutError."""
+        return wait_until(lambda: next(filter(predicate, self.audit(since)), None), deadline_s, "no such audit entry")
+
+    # --- identities ---------------------------------------------------------------------------------------------------
+
+    def sign_token(self, claims: Mapping[str, Any]) -> str:
+        """Signs any claims with the control plane's ServiceAccount key; see `pod_claims` for a complete set."""
+        return jwt.encode(dict(claims), self._key, algorithm="RS256")
+
+    def pod_claims(self, pod: Mapping[str, Any], audience: str, *, expires_in_s: float = 3600.0,
+                   node: Mapping[str, Any] | None = None) -> dict[str, Any]:  # fmt: skip
+        """The claims the API server itself would put in a token bound to this pod (and, if given, its Node object)."""
+        namespace, account = pod["metadata"]["namespace"], pod["spec"]["serviceAccountName"]
+        found = self.request("GET", f"/api/v1/namespaces/{namespace}/serviceaccounts/{account}")
+        bound: dict[str, Any] = {"namespace": namespace, "serviceaccount": _name_and_uid(found), "pod": _name_and_uid(pod)}
+        if node is not None:
+            bound["node"] = _name_and_uid(node)
+        issued = int(time.time()) - 7200
+        return {"iss": ISSUER, "sub": f"system:serviceaccount:{namespace}:{account}", "aud": [audience],
+                "iat": issued, "nbf": issued, "exp": int(time.time() + expires_in_s), "jti": secrets.token_hex(16),
+                "kubernetes.io": bound}  # fmt: skip
+
+    def service_account_token(self, namespace: str, account: str, audience: str | None = None,
+                              pod: Mapping[str, Any] | None = None, expires_in_s: int = 3600) -> str:  # fmt: skip
+        """A token by TokenRequest: for the API itself (no audience) or for one audience; bound to a pod if given."""
+        spec: dict[str, Any] = {"expirationSeconds": expires_in_s}
+        if audience is not None:
+            spec["audiences"] = [audience]
+        if pod is not None:
+            spec["boundObjectRef"] = {"apiVersion": "v1", "kind": "Pod", **_name_and_uid(pod)}
+        body = {"apiVersion": "authentication.k8s.io/v1", "kind": "TokenRequest", "spec": spec}
+        path = f"/api/v1/namespaces/{namespace}/serviceaccounts/{account}/token"
+        return str(self.request("POST", path, body)["status"]["token"])
+
+    def review_token(self, token: str, audience: str | None = None, reviewer: str | None = None) -> dict[str, Any]:
+        """The status of a TokenReview, asked as admin or with the reviewer's token."""
+        spec: dict[str, Any] = {"token": token} | ({"audiences": [audience]} if audience else {})
+        body = {"apiVersion": "authentication.k8s.io/v1", "kind": "TokenReview", "spec": spec}
+        return dict(self.request("POST", "/apis/authentication.k8s.io/v1/tokenreviews", body, reviewer)["status"])
+
+    def grant(self, user: str, rules: Sequence[Mapping[str, Any]]) -> None:
+        """Gives a user ("test-0", or "system:serviceaccount:NS:NAME") a ClusterRole of these rules."""
+        role = f"test-{secrets.token_hex(4)}"
+        api = {"apiVersion": "rbac.authorization.k8s.io/v1"}
+        base = "/apis/rbac.authorization.k8s.io/v1"
+        self.request("POST", f"{base}/clusterroles", {**api, "kind": "ClusterRole", "metadata": {"name": role}, "rules": list(rules)})
+        binding = {"roleRef": {"apiGroup": "rbac.authorization.k8s.io", "kind": "ClusterRole", "name": role},
+                   "subjects": [{"apiGroup": "rbac.authorization.k8s.io", "kind": "User", "name": user}]}  # fmt: skip
+        self.request("POST", f"{base}/clusterrolebindings", {**api, "kind": "ClusterRoleBinding", "metadata": {"name": role}, **binding})
+
+    # --- objects ------------------------------------------------------------------------------------------------------
+
+    def create_node(self, name: str, labels: Mapping[str, str] | None = None, gpus: int = 8,
+                    taints: Sequence[Mapping[str, Any]] = (), ready: bool = True) -> dict[str, Any]:  # fmt: skip
+        """A fake node that is Ready, with its not-ready taint gone; gives the Node. Nobody runs pods on it: FakeKubelet."""
+        return self.create_nodes([name], labels, gpus, taints, ready)[0]
+
+    def create_nodes(self, names: Sequence[str], labels: Mapping[str, str] | None = None, gpus: int = 8,
+                     taints: Sequence[Mapping[str, Any]] = (), ready: bool = True) -> list[dict[str, Any]]:  # fmt: skip
+        """Many at once: posts all, then waits for all."""
+        for name in names:
+            self.request("POST", "/api/v1/nodes", objects.node_object(name, labels, taints))
+            status = {"status": objects.node_status(name, self.full_version, gpus, ready)}
+            self.request("PATCH", f"/api/v1/nodes/{name}/status", status, content_type=STRATEGIC_MERGE_PATCH)
+        return [self._settled(name, ready) for name in names]
+
+    def _settled(self, name: str, ready: bool) -> dict[str, Any]:
+        def settled(node: dict[str, Any] | None) -> bool:
+            keys = {taint["key"] for taint in (node or {}).get("spec", {}).get("taints", [])}
+            return node is not None and (NOT_READY_TAINT not in keys or not ready)
+
+        node = self.wait_for(f"/api/v1/nodes/{name}", settled, f"node {name} keeps its not-ready taint")
+        assert node is not None
+        return node
+
+    def create_namespace(self, name: str) -> str:
+        """A namespace whose default ServiceAccount exists; gives its name."""
+        self.request("POST", "/api/v1/namespaces", {"apiVersion": "v1", "kind": "Namespace", "metadata": {"name": name}})
+        path = f"/api/v1/namespaces/{name}/serviceaccounts/default"
+        self.wait_for(path, lambda found: found is not None, f"namespace {name} got no default ServiceAccount")
+        return name
+
+    def create_service_account(self, namespace: str, name: str) -> None:
+        """A ServiceAccount without rights; see `grant`."""
+        body = {"apiVersion": "v1", "kind": "ServiceAccount", "metadata": {"name": name}}
+        self.request("POST", f"/api/v1/namespaces/{namespace}/serviceaccounts", body)
+
+    def create_pod(self, namespace: str, name: str, **options: Any) -> dict[str, Any]:
+        """Posts `objects.pod_object(name, **options)` and gives the Pod as stored."""
+        return self.request("POST", f"/api/v1/namespaces/{namespace}/pods", objects.pod_object(name, **options))
+
+    def delete(self, path: str, grace_s: int | None = None) -> None:
+        """DELETE; an object that is gone already is no error."""
+        query = "" if grace_s is None else f"?gracePeriodSeconds={grace_s}"
+        try:
+            self.request("DELETE", path + query)
+        except ApiError as error:
+            if error.status != 404:
+                raise
+
+
+def _name_and_uid(obj: Mapping[str, Any]) -> dict[str, str]:
+    return {"name": obj["metadata"]["name"], "uid": obj["metadata"]["uid"]}

@@ -1,0 +1,22 @@
+// A container runtime that runs nothing, for the real kubelet in the cluster tests: Kubernetes' own fake of the CRI,
+// served on the unix socket named by the first argument until the process is ended.
+package main
+
+import (
+	"fmt"
+	"os"
+
+	"k8s.io/cri-client/pkg/fake"
+)
+
+func main() {
+	if len(os.Args) != 2 {
+		fmt.Fprintln(os.Stderr, "usage: fakecri unix:///path/to/socket")
+		os.Exit(2)
+	}
+	if err := fake.NewFakeRemoteRuntime().Start(os.Args[1]); err != nil {
+		fmt.Fprintln(os.Stderr, err)
+		os.Exit(1)
+	}
+	select {}
+}
