@@ -85,7 +85,7 @@ class Session:
 
     def hello(self, hello: Hello, now_s: float) -> Taken:
         """Raises NotTaken for another node, another major version, or journals that make no sense."""
-        self._check_hello(hello)
+        self.check_hello(hello)
         taken = Taken()
         positions = self._memory.positions
         announced = {info.journal_id for info in hello.journals}
@@ -149,7 +149,7 @@ class Session:
     def cursors(self) -> tuple[Cursor, ...]:
         return tuple(self._memory.positions[journal_id].cursor() for journal_id in self._announced)
 
-    def _check_hello(self, hello: Hello) -> None:
+    def check_hello(self, hello: Hello) -> None:
         if hello.node != self.node:
             raise NotTaken("hello", "another_node", f"this token is for {self.node!r}, the hello is for {hello.node!r}")
         if hello.major != WIRE_MAJOR:

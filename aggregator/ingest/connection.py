@@ -1,0 +1,103 @@
+"""One agent's WebSocket after its upgrade: a bounded outbox with one writer, and a way to say goodbye from outside."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections import deque
+from collections.abc import Callable
+
+from aiohttp import WSCloseCode, web
+
+from aggregator.ingest.auth import Identity
+from aggregator.ingest.session import Session
+from headway.wire import Ack, Bye, Frame, encode
+
+log = logging.getLogger(__name__)
+
+#: Frames that may wait for a peer that does not read; one more and the connection is closed as slow.
+MAX_OUTBOX = 64
+#: Longest wait for a peer to take one frame, and for the closing handshake.
+SEND_TIMEOUT_S = 5.0
+
+
+class Connection:
+    """`session` is set by the first good Hello; `closing` is the Bye code once the connection is being closed."""
+
+    def __init__(self, ws: web.WebSocketResponse, request: web.Request, identity: Identity | None) -> None:
+        self.identity = identity
+        self.peer = request.remote or "?"
+        self.node = identity.node if identity and identity.node else ""
+        self.session: Session | None = None
+        self.closing: str | None = None
+        self.strikes = 0
+        self.acked_s = 0.0
+        self._ws = ws
+        self._request = request
+        self._outbox: deque[Frame] = deque()
+        self._ack: Ack | None = None
+        self._wake = asyncio.Event()
+        self._close_code = WSCloseCode.OK
+        self._timers: list[asyncio.TimerHandle] = []
+        self._writer = asyncio.create_task(self._write(), name=f"send {self.peer}")
+
+    def send(self, frame: Frame) -> bool:
+        """Queue a frame; False where the connection is closing. Of several Acks that wait only the newest is sent."""
+        if self.closing is not None:
+            return False
+        if isinstance(frame, Ack):
+            self._ack = frame
+        elif len(self._outbox) >= MAX_OUTBOX:
+            self.bye("slow", close_code=WSCloseCode.POLICY_VIOLATION)
+            return False
+        else:
+            self._outbox.append(frame)
+        self._wake.set()
+        return True
+
+    def bye(self, code: str, retry_after_s: float = 0.0, close_code: WSCloseCode = WSCloseCode.OK) -> None:
+        """Say why, then close. The first call counts, later ones do nothing."""
+        if self.closing is not None:
+            return
+        self.closing = code
+        self._close_code = close_code
+        self._outbox.append(Bye(code, retry_after_s))
+        self._wake.set()
+
+    def after(self, delay_s: float, what: Callable[[], None]) -> None:
+        """Do something later, unless the connection ends before."""
+        self._timers = [timer for timer in self._timers if timer.when() > asyncio.get_running_loop().time()]
+        self._timers.append(asyncio.get_running_loop().call_later(delay_s, what))
+
+    async def finish(self) -> None:
+        """The reading side has ended: let a Bye that waits go out, then stop writing."""
+        for timer in self._timers:
+            timer.cancel()
+        if self.closing is None:
+            self.closing = "closed"
+        self._wake.set()
+        await self._writer
+
+    async def _write(self) -> None:
+        try:
+            while True:
+                await self._wake.wait()
+                self._wake.clear()
+                while (frame := self._next()) is not None:
+                    async with asyncio.timeout(SEND_TIMEOUT_S):
+                        await self._ws.send_bytes(encode(frame))
+                if self.closing is not None:
+                    async with asyncio.timeout(SEND_TIMEOUT_S):
+                        await self._ws.close(code=self._close_code)
+                    return
+        except (ConnectionError, TimeoutError) as error:
+            log.debug("agent not reachable peer=%s error=%r", self.peer, error)
+            self.closing = self.closing or "slow"
+            if self._request.transport is not None:
+                self._request.transport.abort()
+
+    def _next(self) -> Frame | None:
+        if self._outbox:
+            return self._outbox.popleft()
+        ack, self._ack = self._ack, None
+        return ack
