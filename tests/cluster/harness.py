@@ -19,14 +19,14 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from types import TracebackType
 from typing import Any
 
 import jwt
 from cryptography.hazmat.primitives import serialization
 from cryptography.hazmat.primitives.asymmetric import rsa
 
-from tests.cluster import audit, build_kube, objects
+from tests.cluster import audit as audit_log
+from tests.cluster import build_kube, objects
 from tests.cluster.client import STRATEGIC_MERGE_PATCH, ApiClient, ApiError
 from tests.cluster.processes import Daemon, StartError, free_port, wait_until
 
@@ -52,7 +52,8 @@ class _User:
 
 def _users(more: Sequence[str]) -> dict[str, _User]:
     masters = ("system:masters",)
-    users = {"admin": masters, "fake-kubelet": masters, "system:kube-scheduler": (), "system:kube-controller-manager": ()}
+    users: dict[str, tuple[str, ...]] = {"admin": masters, "fake-kubelet": masters}
+    users |= dict.fromkeys(("system:kube-scheduler", "system:kube-controller-manager"), ())
     users |= {f"system:node:{node}": ("system:nodes",) for node in KUBELET_NODES}
     users |= dict.fromkeys((*TEST_USERS, *more), ())
     return {name: _User(secrets.token_hex(16), groups) for name, groups in users.items()}
@@ -65,8 +66,14 @@ class ControlPlane:
     `{"kube-apiserver": ["--feature-gates=X=true"]}`. Raises NotBuilt, StartError.
     """
 
-    def __init__(self, version: str | None = None, *, users: Sequence[str] = (),
-                 extra: Mapping[str, Sequence[str]] | None = None, node_monitor_grace: str = "10h") -> None:  # fmt: skip
+    def __init__(
+        self,
+        version: str | None = None,
+        *,
+        users: Sequence[str] = (),
+        extra: Mapping[str, Sequence[str]] | None = None,
+        node_monitor_grace: str = "10h",
+    ) -> None:
         found = build_kube.find(version)
         self.full_version = found.version
         self._binaries = found.paths
@@ -84,8 +91,10 @@ class ControlPlane:
     def binary(self, name: str) -> Path:
         """The executable of a component, "kubectl", "kubelet" or "fakecri". Raises NotBuilt."""
         if name not in self._binaries:
-            raise NotBuilt(f"Kubernetes {self.full_version}: {name} is not built; run "
-                           f"`make kube VERSION={build_kube.minor_of(self.full_version)}`")  # fmt: skip
+            raise NotBuilt(
+                f"Kubernetes {self.full_version}: {name} is not built; run "
+                f"`make kube VERSION={build_kube.minor_of(self.full_version)}`"
+            )
         return self._binaries[name]
 
     # --- life ---------------------------------------------------------------------------------------------------------
@@ -120,19 +129,20 @@ class ControlPlane:
     def __enter__(self) -> ControlPlane:
         return self.start()
 
-    def __exit__(self, kind: type[BaseException] | None, value: BaseException | None, trace: TracebackType | None) -> None:
+    def __exit__(self, *exception: object) -> None:
         self.stop()
 
     def _write_files(self) -> None:
-        pem = self._key.private_bytes(serialization.Encoding.PEM, serialization.PrivateFormat.TraditionalOpenSSL,
-                                      serialization.NoEncryption())  # fmt: skip
+        pem = self._key.private_bytes(
+            serialization.Encoding.PEM, serialization.PrivateFormat.TraditionalOpenSSL, serialization.NoEncryption()
+        )
         (self.dir / "sa.key").write_bytes(pem)
-        (self.dir / "audit-policy.yaml").write_text(audit.POLICY)
+        (self.dir / "audit-policy.yaml").write_text(audit_log.POLICY)
         rows = (f'{user.token},{name},{name},"{",".join(user.groups)}"\n' for name, user in self._users.items())
         (self.dir / "tokens.csv").write_text("".join(rows))
 
     def _spawn(self, name: str, *flags: str) -> Daemon:
-        command = [self.binary(name), *flags, *self._extra.get(name, ())]
+        command: list[str | Path] = [self.binary(name), *flags, *self._extra.get(name, ())]
         daemon = Daemon(name, command, self.dir / f"{name}.log")
         self.processes[name] = daemon
         return daemon
@@ -142,20 +152,34 @@ class ControlPlane:
         client_url, peer_url = f"http://127.0.0.1:{etcd}", f"http://127.0.0.1:{peer}"
         self.server = f"https://127.0.0.1:{port}"
         self._spawn(
-            "etcd", f"--data-dir={self.dir / 'etcd'}", f"--listen-client-urls={client_url}", "--unsafe-no-fsync",
-            f"--advertise-client-urls={client_url}", f"--listen-peer-urls={peer_url}", "--log-level=error",
-        )  # fmt: skip
+            "etcd",
+            f"--data-dir={self.dir / 'etcd'}",
+            f"--listen-client-urls={client_url}",
+            "--unsafe-no-fsync",
+            f"--advertise-client-urls={client_url}",
+            f"--listen-peer-urls={peer_url}",
+            "--log-level=error",
+        )
         self._spawn(
-            "kube-apiserver", f"--etcd-servers={client_url}", "--bind-address=127.0.0.1", f"--secure-port={port}",
-            f"--cert-dir={self.dir / 'certs'}", f"--service-account-issuer={ISSUER}",
+            "kube-apiserver",
+            f"--etcd-servers={client_url}",
+            "--bind-address=127.0.0.1",
+            f"--secure-port={port}",
+            f"--cert-dir={self.dir / 'certs'}",
+            f"--service-account-issuer={ISSUER}",
             f"--service-account-key-file={self.dir / 'sa.key'}",
             f"--service-account-signing-key-file={self.dir / 'sa.key'}",
-            f"--token-auth-file={self.dir / 'tokens.csv'}", "--authorization-mode=Node,RBAC",
-            "--enable-admission-plugins=NodeRestriction", "--service-cluster-ip-range=10.96.0.0/16",
-            f"--audit-policy-file={self.dir / 'audit-policy.yaml'}", f"--audit-log-path={self.audit_path}",
+            f"--token-auth-file={self.dir / 'tokens.csv'}",
+            "--authorization-mode=Node,RBAC",
+            "--enable-admission-plugins=NodeRestriction",
+            "--service-cluster-ip-range=10.96.0.0/16",
+            f"--audit-policy-file={self.dir / 'audit-policy.yaml'}",
+            f"--audit-log-path={self.audit_path}",
             # blocking: the line is in the file before the request ends. The size is in MB; 0 would mean rotate at 100.
-            "--audit-log-mode=blocking", "--audit-log-format=json", "--audit-log-maxsize=100000",
-        )  # fmt: skip
+            "--audit-log-mode=blocking",
+            "--audit-log-format=json",
+            "--audit-log-maxsize=100000",
+        )
         self._wait_start(lambda: Path(self.ca_file).exists(), "kube-apiserver wrote no certificate")
         self._client = ApiClient(self.server, self.ca_file, self.admin_token)
         self._wait_start(lambda: self._answers("/readyz"), "kube-apiserver is not ready")
@@ -163,19 +187,28 @@ class ControlPlane:
     def _start_controllers(self) -> None:
         scheduler = self.kubeconfig_for(self.token_of("system:kube-scheduler"))
         # The default limit of 50 requests a second would hide every effect on the scheduling rate.
-        config = {"apiVersion": "kubescheduler.config.k8s.io/v1", "kind": "KubeSchedulerConfiguration",
-                  "clientConnection": {"kubeconfig": str(scheduler), "qps": 5000, "burst": 5000},
-                  "leaderElection": {"leaderElect": False}}  # fmt: skip
+        config = {
+            "apiVersion": "kubescheduler.config.k8s.io/v1",
+            "kind": "KubeSchedulerConfiguration",
+            "clientConnection": {"kubeconfig": str(scheduler), "qps": 5000, "burst": 5000},
+            "leaderElection": {"leaderElect": False},
+        }
         (self.dir / "scheduler.yaml").write_text(json.dumps(config))
         self._spawn("kube-scheduler", f"--config={self.dir / 'scheduler.yaml'}", "--secure-port=0")
         manager = self.kubeconfig_for(self.token_of("system:kube-controller-manager"))
         self._spawn(
-            "kube-controller-manager", f"--kubeconfig={manager}", "--leader-elect=false", "--secure-port=0",
-            "--use-service-account-credentials", f"--service-account-private-key-file={self.dir / 'sa.key'}",
-            f"--root-ca-file={self.ca_file}", f"--node-monitor-grace-period={self._grace}",
+            "kube-controller-manager",
+            f"--kubeconfig={manager}",
+            "--leader-elect=false",
+            "--secure-port=0",
+            "--use-service-account-credentials",
+            f"--service-account-private-key-file={self.dir / 'sa.key'}",
+            f"--root-ca-file={self.ca_file}",
+            f"--node-monitor-grace-period={self._grace}",
             # with the default limits the default ServiceAccount, which pods need, takes eight seconds
-            "--kube-api-qps=500", "--kube-api-burst=1000",
-        )  # fmt: skip
+            "--kube-api-qps=500",
+            "--kube-api-burst=1000",
+        )
         path = "/api/v1/namespaces/default/serviceaccounts/default"
         self._wait_start(lambda: self._answers(path), "the default ServiceAccount was not created")
 
@@ -221,31 +254,35 @@ class ControlPlane:
         return str(self.request("GET", "/version")["gitVersion"])
 
     def token_of(self, user: str) -> str:
-        """The static token of a user: "admin", "test-0" … "test-9", "system:node:kubelet-0" …, those given as `users`."""
+        """The static token of a user: "admin", "test-0" to "test-9", "system:node:kubelet-0", those of `users`."""
         return self._users[user].token
 
     def kubeconfig_for(self, token: str, namespace: str = "default") -> Path:
         """Writes a kubeconfig file for any bearer token (one file per token) and gives its path."""
         path = self.dir / f"kubeconfig-{token[-16:]}"
         config = {
-            "apiVersion": "v1", "kind": "Config", "current-context": "test",
+            "apiVersion": "v1",
+            "kind": "Config",
+            "current-context": "test",
             "clusters": [{"name": "test", "cluster": {"server": self.server, "certificate-authority": self.ca_file}}],
             "users": [{"name": "test", "user": {"token": token}}],
             "contexts": [{"name": "test", "context": {"cluster": "test", "user": "test", "namespace": namespace}}],
-        }  # fmt: skip
+        }
         path.write_text(json.dumps(config))  # JSON is YAML
         return path
 
-    def request(self, method: str, path: str, body: Any = None, token: str | None = None,
-                content_type: str | None = None) -> dict[str, Any]:  # fmt: skip
+    def request(
+        self, method: str, path: str, body: Any = None, token: str | None = None, content_type: str | None = None
+    ) -> dict[str, Any]:
         """One API request, as admin unless `token` is given; see ApiClient.request. Raises ApiError."""
         if self._client is None:
             raise StartError("the control plane has not been started")
         return self._client.request(method, path, body, token, content_type)
 
-    def wait_for(self, path: str, predicate: Callable[[dict[str, Any] | None], bool], what: str,
-                 deadline_s: float = WAIT_S) -> dict[str, Any] | None:  # fmt: skip
-        """GETs `path` until `predicate(object, or None while it is absent)`; gives that object. TimeoutError shows it."""
+    def wait_for(
+        self, path: str, predicate: Callable[[dict[str, Any] | None], bool], what: str, deadline_s: float = WAIT_S
+    ) -> dict[str, Any] | None:
+        """GETs `path` until `predicate(object, or None while absent)`; gives that object. TimeoutError shows it."""
         last: list[dict[str, Any] | None] = [None]
 
         def probe() -> bool:
@@ -274,12 +311,13 @@ class ControlPlane:
         """The present end of the audit log, to be given as `since` later."""
         return self.audit_path.stat().st_size if self.audit_path.exists() else 0
 
-    def audit(self, since: int = 0) -> Iterator[audit.AuditEntry]:
+    def audit(self, since: int = 0) -> Iterator[audit_log.AuditEntry]:
         """The entries after a mark. A client may have its answer some ms before its line is here."""
-        return audit.read(self.audit_path, since)
+        return audit_log.read(self.audit_path, since)
 
-    def wait_audit(self, predicate: Callable[[audit.AuditEntry], bool], since: int = 0,
-                   deadline_s: float = WAIT_S) -> audit.AuditEntry:  # fmt: skip
+    def wait_audit(
+        self, predicate: Callable[[audit_log.AuditEntry], bool], since: int = 0, deadline_s: float = WAIT_S
+    ) -> audit_log.AuditEntry:
         """The first entry after `since` that fits; waits for it. Raises TimeoutError."""
         return wait_until(lambda: next(filter(predicate, self.audit(since)), None), deadline_s, "no such audit entry")
 
@@ -289,21 +327,41 @@ class ControlPlane:
         """Signs any claims with the control plane's ServiceAccount key; see `pod_claims` for a complete set."""
         return jwt.encode(dict(claims), self._key, algorithm="RS256")
 
-    def pod_claims(self, pod: Mapping[str, Any], audience: str, *, expires_in_s: float = 3600.0,
-                   node: Mapping[str, Any] | None = None) -> dict[str, Any]:  # fmt: skip
+    def pod_claims(
+        self,
+        pod: Mapping[str, Any],
+        audience: str,
+        *,
+        expires_in_s: float = 3600.0,
+        node: Mapping[str, Any] | None = None,
+    ) -> dict[str, Any]:
         """The claims the API server itself would put in a token bound to this pod (and, if given, its Node object)."""
         namespace, account = pod["metadata"]["namespace"], pod["spec"]["serviceAccountName"]
         found = self.request("GET", f"/api/v1/namespaces/{namespace}/serviceaccounts/{account}")
-        bound: dict[str, Any] = {"namespace": namespace, "serviceaccount": _name_and_uid(found), "pod": _name_and_uid(pod)}
+        bound: dict[str, Any] = {"namespace": namespace, "serviceaccount": _name_and_uid(found)}
+        bound["pod"] = _name_and_uid(pod)
         if node is not None:
             bound["node"] = _name_and_uid(node)
         issued = int(time.time()) - 7200
-        return {"iss": ISSUER, "sub": f"system:serviceaccount:{namespace}:{account}", "aud": [audience],
-                "iat": issued, "nbf": issued, "exp": int(time.time() + expires_in_s), "jti": secrets.token_hex(16),
-                "kubernetes.io": bound}  # fmt: skip
+        return {
+            "iss": ISSUER,
+            "sub": f"system:serviceaccount:{namespace}:{account}",
+            "aud": [audience],
+            "iat": issued,
+            "nbf": issued,
+            "exp": int(time.time() + expires_in_s),
+            "jti": secrets.token_hex(16),
+            "kubernetes.io": bound,
+        }
 
-    def service_account_token(self, namespace: str, account: str, audience: str | None = None,
-                              pod: Mapping[str, Any] | None = None, expires_in_s: int = 3600) -> str:  # fmt: skip
+    def service_account_token(
+        self,
+        namespace: str,
+        account: str,
+        audience: str | None = None,
+        pod: Mapping[str, Any] | None = None,
+        expires_in_s: int = 3600,
+    ) -> str:
         """A token by TokenRequest: for the API itself (no audience) or for one audience; bound to a pod if given."""
         spec: dict[str, Any] = {"expirationSeconds": expires_in_s}
         if audience is not None:
@@ -322,23 +380,37 @@ class ControlPlane:
 
     def grant(self, user: str, rules: Sequence[Mapping[str, Any]]) -> None:
         """Gives a user ("test-0", or "system:serviceaccount:NS:NAME") a ClusterRole of these rules."""
-        role = f"test-{secrets.token_hex(4)}"
-        api = {"apiVersion": "rbac.authorization.k8s.io/v1"}
-        base = "/apis/rbac.authorization.k8s.io/v1"
-        self.request("POST", f"{base}/clusterroles", {**api, "kind": "ClusterRole", "metadata": {"name": role}, "rules": list(rules)})
-        binding = {"roleRef": {"apiGroup": "rbac.authorization.k8s.io", "kind": "ClusterRole", "name": role},
-                   "subjects": [{"apiGroup": "rbac.authorization.k8s.io", "kind": "User", "name": user}]}  # fmt: skip
-        self.request("POST", f"{base}/clusterrolebindings", {**api, "kind": "ClusterRoleBinding", "metadata": {"name": role}, **binding})
+        name = f"test-{secrets.token_hex(4)}"
+        group = "rbac.authorization.k8s.io"
+        api = {"apiVersion": f"{group}/v1", "metadata": {"name": name}}
+        role = {**api, "kind": "ClusterRole", "rules": list(rules)}
+        reference = {"apiGroup": group, "kind": "ClusterRole", "name": name}
+        subjects = [{"apiGroup": group, "kind": "User", "name": user}]
+        binding = {**api, "kind": "ClusterRoleBinding", "roleRef": reference, "subjects": subjects}
+        self.request("POST", f"/apis/{group}/v1/clusterroles", role)
+        self.request("POST", f"/apis/{group}/v1/clusterrolebindings", binding)
 
     # --- objects ------------------------------------------------------------------------------------------------------
 
-    def create_node(self, name: str, labels: Mapping[str, str] | None = None, gpus: int = 8,
-                    taints: Sequence[Mapping[str, Any]] = (), ready: bool = True) -> dict[str, Any]:  # fmt: skip
-        """A fake node that is Ready, with its not-ready taint gone; gives the Node. Nobody runs pods on it: FakeKubelet."""
+    def create_node(
+        self,
+        name: str,
+        labels: Mapping[str, str] | None = None,
+        gpus: int = 8,
+        taints: Sequence[Mapping[str, Any]] = (),
+        ready: bool = True,
+    ) -> dict[str, Any]:
+        """A fake node, Ready and with its not-ready taint gone; gives the Node. FakeKubelet runs pods on it."""
         return self.create_nodes([name], labels, gpus, taints, ready)[0]
 
-    def create_nodes(self, names: Sequence[str], labels: Mapping[str, str] | None = None, gpus: int = 8,
-                     taints: Sequence[Mapping[str, Any]] = (), ready: bool = True) -> list[dict[str, Any]]:  # fmt: skip
+    def create_nodes(
+        self,
+        names: Sequence[str],
+        labels: Mapping[str, str] | None = None,
+        gpus: int = 8,
+        taints: Sequence[Mapping[str, Any]] = (),
+        ready: bool = True,
+    ) -> list[dict[str, Any]]:
         """Many at once: posts all, then waits for all."""
         for name in names:
             self.request("POST", "/api/v1/nodes", objects.node_object(name, labels, taints))
@@ -357,7 +429,8 @@ class ControlPlane:
 
     def create_namespace(self, name: str) -> str:
         """A namespace whose default ServiceAccount exists; gives its name."""
-        self.request("POST", "/api/v1/namespaces", {"apiVersion": "v1", "kind": "Namespace", "metadata": {"name": name}})
+        body = {"apiVersion": "v1", "kind": "Namespace", "metadata": {"name": name}}
+        self.request("POST", "/api/v1/namespaces", body)
         path = f"/api/v1/namespaces/{name}/serviceaccounts/default"
         self.wait_for(path, lambda found: found is not None, f"namespace {name} got no default ServiceAccount")
         return name

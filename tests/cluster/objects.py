@@ -22,7 +22,8 @@ def now_micro() -> str:
 def node_object(name: str, labels: Mapping[str, str] | None, taints: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
     """A Node with the labels every kubelet sets."""
     base = {"kubernetes.io/hostname": name, "kubernetes.io/os": "linux", "kubernetes.io/arch": "amd64"}
-    node: dict[str, Any] = {"apiVersion": "v1", "kind": "Node", "metadata": {"name": name, "labels": {**base, **(labels or {})}}}
+    metadata = {"name": name, "labels": {**base, **(labels or {})}}
+    node: dict[str, Any] = {"apiVersion": "v1", "kind": "Node", "metadata": metadata}
     if taints:
         node["spec"] = {"taints": [dict(taint) for taint in taints]}
     return node
@@ -32,8 +33,11 @@ def node_conditions(ready: bool) -> list[dict[str, str]]:
     """The conditions a kubelet reports, with the present time as heartbeat."""
     stamp = now()
     common = {"lastHeartbeatTime": stamp, "lastTransitionTime": stamp}
-    calm = [("MemoryPressure", "KubeletHasSufficientMemory"), ("DiskPressure", "KubeletHasNoDiskPressure"),
-            ("PIDPressure", "KubeletHasSufficientPID")]  # fmt: skip
+    calm = [
+        ("MemoryPressure", "KubeletHasSufficientMemory"),
+        ("DiskPressure", "KubeletHasNoDiskPressure"),
+        ("PIDPressure", "KubeletHasSufficientPID"),
+    ]
     word = ("True", "KubeletReady") if ready else ("False", "KubeletNotReady")
     return [
         *({"type": kind, "status": "False", "reason": reason, **common} for kind, reason in calm),
@@ -51,16 +55,32 @@ def node_status(name: str, version: str, gpus: int, ready: bool = True) -> dict[
         "allocatable": capacity,
         "conditions": node_conditions(ready),
         "addresses": [{"type": "InternalIP", "address": "127.0.0.1"}, {"type": "Hostname", "address": name}],
-        "nodeInfo": {"kubeletVersion": version, "operatingSystem": "linux", "architecture": "amd64",
-                     "containerRuntimeVersion": "fake://0", "kernelVersion": "6.8.0", "osImage": "Linux",
-                     "machineID": name, "systemUUID": name, "bootID": name},
-    }  # fmt: skip
+        "nodeInfo": {
+            "kubeletVersion": version,
+            "operatingSystem": "linux",
+            "architecture": "amd64",
+            "containerRuntimeVersion": "fake://0",
+            "kernelVersion": "6.8.0",
+            "osImage": "Linux",
+            "machineID": name,
+            "systemUUID": name,
+            "bootID": name,
+        },
+    }
 
 
-def pod_object(name: str, *, gpus: int = 0, node: str | None = None, service_account: str = "default",
-               labels: Mapping[str, str] | None = None, node_selector: Mapping[str, str] | None = None,
-               tolerations: Iterable[Mapping[str, Any]] = (), grace_s: int = 1,
-               token_audience: str | None = None) -> dict[str, Any]:  # fmt: skip
+def pod_object(
+    name: str,
+    *,
+    gpus: int = 0,
+    node: str | None = None,
+    service_account: str = "default",
+    labels: Mapping[str, str] | None = None,
+    node_selector: Mapping[str, str] | None = None,
+    tolerations: Iterable[Mapping[str, Any]] = (),
+    grace_s: int = 1,
+    token_audience: str | None = None,
+) -> dict[str, Any]:
     """A Pod of one container. `node` binds it at creation, past the scheduler.
 
     `token_audience` adds a projected token volume "token", mounted at /var/run/secrets/headway (file "token").
@@ -68,8 +88,11 @@ def pod_object(name: str, *, gpus: int = 0, node: str | None = None, service_acc
     container: dict[str, Any] = {"name": "main", "image": PAUSE_IMAGE, "imagePullPolicy": "IfNotPresent"}
     if gpus:
         container["resources"] = {"limits": {"nvidia.com/gpu": str(gpus)}}
-    spec: dict[str, Any] = {"containers": [container], "serviceAccountName": service_account,
-                            "terminationGracePeriodSeconds": grace_s}  # fmt: skip
+    spec: dict[str, Any] = {
+        "containers": [container],
+        "serviceAccountName": service_account,
+        "terminationGracePeriodSeconds": grace_s,
+    }
     if token_audience:
         source = {"audience": token_audience, "expirationSeconds": 3600, "path": "token"}
         spec["volumes"] = [{"name": "token", "projected": {"sources": [{"serviceAccountToken": source}]}}]

@@ -69,9 +69,14 @@ class Daemon:
         command = [setpriv, "--pdeathsig", "KILL", "--", *map(str, argv)]
         with log.open("ab") as output:
             self._process = _spawner.submit(
-                subprocess.Popen, command, stdin=subprocess.DEVNULL, stdout=output, stderr=output, env=env,
+                subprocess.Popen,
+                command,
+                stdin=subprocess.DEVNULL,
+                stdout=output,
+                stderr=output,
+                env=env,
                 start_new_session=True,  # Ctrl-C reaches only the test run, which then stops these in order
-            ).result()  # fmt: skip
+            ).result()
 
     @property
     def pid(self) -> int:

@@ -14,7 +14,9 @@ func main() {
 		fmt.Fprintln(os.Stderr, "usage: fakecri unix:///path/to/socket")
 		os.Exit(2)
 	}
-	if err := fake.NewFakeRemoteRuntime().Start(os.Args[1]); err != nil {
+	runtime := fake.NewFakeRemoteRuntime()
+	runtime.ImageService.SetFakeImageSize(1) // the kubelet refuses an image whose size is not set
+	if err := runtime.Start(os.Args[1]); err != nil {
 		fmt.Fprintln(os.Stderr, err)
 		os.Exit(1)
 	}
