@@ -16,6 +16,12 @@ from msgspec import Meta
 
 from aggregator.engine.words import Action, ClearsBy, FaultClass, Fence, Job, Level, Scope, Verdict
 
+#: Family of the one row that holds for evidence of which no other row knows anything.
+UNKNOWN_FAMILY = "unknown"
+#: Family of the driver's own flags, read from NVML.
+NVML_FAMILY = "nvml"
+FAMILIES = (UNKNOWN_FAMILY, NVML_FAMILY, "xid", "sxid")
+
 #: Name of the pool of all nodes that no pool selects.
 DEFAULT_POOL = "default"
 
@@ -228,10 +234,6 @@ class Policy(msgspec.Struct, frozen=True, kw_only=True):
                 if row.subcode in (None, subcode) and _driver_in(row, driver_version):
                     return row
         raise LookupError(f"the shipped rows have no row of family {UNKNOWN_FAMILY!r}")
-
-
-#: Family of the one row that holds for evidence of which no other row knows anything.
-UNKNOWN_FAMILY = "unknown"
 
 
 def driver_key(version: str) -> tuple[int, ...]:
