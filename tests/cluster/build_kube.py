@@ -219,7 +219,7 @@ def _go_mod(version: str, kubernetes_go_mod: str) -> str:
 
 def _module(version: str, go: _Go) -> Path:
     """The folder of the Go module of this version: the committed one, or one generated beside the binaries."""
-    if re.search(rf"^\s*k8s\.io/kubernetes {re.escape(version)}\\b", (MODULE / "go.mod").read_text(), re.M):
+    if re.search(rf"^\s*k8s\.io/kubernetes {re.escape(version)}\b", (MODULE / "go.mod").read_text(), re.M):
         return MODULE
     folder = cache_dir(version) / "module"
     if (folder / "go.sum").exists():

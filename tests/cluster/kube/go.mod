@@ -2,6 +2,8 @@ module headway.dev/tests/cluster/kube
 
 go 1.26.0
 
+godebug default=go1.26
+
 require k8s.io/cri-client v0.37.2
 
 require (
