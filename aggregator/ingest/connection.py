@@ -24,7 +24,13 @@ SEND_TIMEOUT_S = 5.0
 class Connection:
     """`session` is set by the first good Hello; `closing` is the Bye code once the connection is being closed."""
 
-    def __init__(self, ws: web.WebSocketResponse, request: web.Request, identity: Identity | None) -> None:
+    def __init__(
+        self,
+        ws: web.WebSocketResponse,
+        request: web.Request,
+        identity: Identity | None,
+        send_timeout_s: float = SEND_TIMEOUT_S,
+    ) -> None:
         self.identity = identity
         self.peer = request.remote or "?"
         self.node = identity.node if identity and identity.node else ""
@@ -34,6 +40,7 @@ class Connection:
         self.acked_s = 0.0
         self._ws = ws
         self._request = request
+        self._send_timeout_s = send_timeout_s
         self._outbox: deque[Frame] = deque()
         self._ack: Ack | None = None
         self._wake = asyncio.Event()
@@ -84,10 +91,10 @@ class Connection:
                 await self._wake.wait()
                 self._wake.clear()
                 while (frame := self._next()) is not None:
-                    async with asyncio.timeout(SEND_TIMEOUT_S):
+                    async with asyncio.timeout(self._send_timeout_s):
                         await self._ws.send_bytes(encode(frame))
                 if self.closing is not None:
-                    async with asyncio.timeout(SEND_TIMEOUT_S):
+                    async with asyncio.timeout(self._send_timeout_s):
                         await self._ws.close(code=self._close_code)
                     return
         except (ConnectionError, TimeoutError) as error:

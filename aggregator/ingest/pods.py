@@ -17,9 +17,6 @@ class Pods:
         self.synced = False
         self.on_gone: Callable[[str], None] | None = None
 
-    def __len__(self) -> int:
-        return len(self._created_s)
-
     def saw(self, uid: str, created_s: float | None) -> None:
         """`created_s` = creationTimestamp, seconds since 1970; None where it could not be read."""
         self._created_s[uid] = created_s

@@ -20,7 +20,7 @@ from aiohttp import WSCloseCode, WSMessage, WSMsgType, web
 from aggregator.clock import Clock
 from aggregator.engine.inputs import AgentGone, Input
 from aggregator.ingest.auth import Authenticator, Identity, ReviewFailed
-from aggregator.ingest.connection import Connection
+from aggregator.ingest.connection import SEND_TIMEOUT_S, Connection
 from aggregator.ingest.pods import Pods
 from aggregator.ingest.session import NodeMemory, NotTaken, SampleTaken, Session, Taken
 from aggregator.kube.review import Denied
@@ -88,6 +88,7 @@ class IngestServer:
         handshake_timeout_s: float = HANDSHAKE_TIMEOUT_S,
         heartbeat_s: float = HEARTBEAT_S,
         unseen_pod_s: float = UNSEEN_POD_S,
+        send_timeout_s: float = SEND_TIMEOUT_S,
     ) -> None:
         self.memory: dict[str, NodeMemory] = {}
         self._sink = sink
@@ -101,6 +102,7 @@ class IngestServer:
         self._handshake_timeout_s = handshake_timeout_s
         self._heartbeat_s = heartbeat_s
         self._unseen_pod_s = unseen_pod_s
+        self._send_timeout_s = send_timeout_s
         self._handshakes = 0
         self._live: dict[str, Connection] = {}
         self._stopping = False
@@ -167,7 +169,7 @@ class IngestServer:
     async def _turn_away(
         self, ws: web.WebSocketResponse, request: web.Request, code: str, retry_after_s: float | None = None
     ) -> None:
-        connection = Connection(ws, request, None)
+        connection = Connection(ws, request, None, self._send_timeout_s)
         close_code = WSCloseCode.POLICY_VIOLATION if code == "unauthorized" else WSCloseCode.TRY_AGAIN_LATER
         self._close(
             connection, code, self._rng.uniform(1.0, 5.0) if retry_after_s is None else retry_after_s, close_code
@@ -187,7 +189,7 @@ class IngestServer:
             self._log_denied(peer, identity.why)
             await self._turn_away(ws, request, "unauthorized", 10.0)
             return None
-        connection = Connection(ws, request, identity)
+        connection = Connection(ws, request, identity, self._send_timeout_s)
         deadline_s = self._clock.now() + self._handshake_timeout_s
         while connection.closing is None and connection.session is None:
             left_s = deadline_s - self._clock.now()

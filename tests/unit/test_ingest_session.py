@@ -186,7 +186,8 @@ def test_a_sample_is_taken_with_its_layout() -> None:
     session = open_session(journal(0, 0))
     data = bytes(8 * 4)
     taken = session.sample(Sample(7, "gpu", "boot", UP_S - 2, UP_S, data), NOW_S)
-    assert taken == SampleTaken(LAYOUT, pytest.approx(NOW_S - 2), data)
+    assert taken == SampleTaken(LAYOUT, taken.at_s, data)
+    assert taken.at_s == pytest.approx(NOW_S - 2)
 
 
 @pytest.mark.parametrize(
