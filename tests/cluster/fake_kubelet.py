@@ -112,7 +112,7 @@ class FakeKubelet:
         self._call(self._nodes.discard, name)
         pods = self._plane.request("GET", f"/api/v1/pods?fieldSelector=spec.nodeName%3D{name}")["items"]
         for pod in pods:
-            self._plane.delete(_pod_path(pod), grace_s=0)
+            self._plane.delete(objects.path_of(pod), grace_s=0)
         self._plane.delete(f"/api/v1/nodes/{name}")
 
     def set_ready(self, name: str, ready: bool) -> None:
@@ -218,7 +218,7 @@ class FakeKubelet:
             except (aiohttp.ClientError, ApiError, TimeoutError) as error:
                 # 404 and 409: deleted, or replaced by another pod of this name, while we were at it
                 if not (isinstance(error, ApiError) and error.status in (404, 409)):
-                    self.errors.append(f"{_pod_path(pod)}: {error!r}")
+                    self.errors.append(f"{objects.path_of(pod)}: {error!r}")
 
     async def _handle(self, pod: dict[str, Any]) -> None:
         if "deletionTimestamp" in pod["metadata"]:
@@ -228,10 +228,10 @@ class FakeKubelet:
                 "gracePeriodSeconds": 0,
                 "preconditions": {"uid": pod["metadata"]["uid"]},
             }
-            await self._request("DELETE", _pod_path(pod), options)
+            await self._request("DELETE", objects.path_of(pod), options)
         elif pod.get("status", {}).get("phase", "Pending") == "Pending":
             body = {"metadata": {"uid": pod["metadata"]["uid"]}, "status": _running(pod)}
-            await self._request("PATCH", f"{_pod_path(pod)}/status", body, STRATEGIC_MERGE_PATCH)
+            await self._request("PATCH", f"{objects.path_of(pod)}/status", body, STRATEGIC_MERGE_PATCH)
 
     async def _renew_leases(self) -> None:
         while True:
@@ -256,10 +256,6 @@ class FakeKubelet:
                 await self._request("POST", base, lease)
         except (aiohttp.ClientError, ApiError, TimeoutError) as error:
             self.errors.append(f"lease of {name}: {error!r}")
-
-
-def _pod_path(pod: Mapping[str, Any]) -> str:
-    return f"/api/v1/namespaces/{pod['metadata']['namespace']}/pods/{pod['metadata']['name']}"
 
 
 def _running(pod: Mapping[str, Any]) -> dict[str, Any]:

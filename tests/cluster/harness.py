@@ -26,13 +26,13 @@ from cryptography.hazmat.primitives import serialization
 from cryptography.hazmat.primitives.asymmetric import rsa
 
 from tests.cluster import audit as audit_log
-from tests.cluster import build_kube, objects
+from tests.cluster import build_kube, components, objects
 from tests.cluster.client import STRATEGIC_MERGE_PATCH, ApiClient, ApiError
 from tests.cluster.processes import Daemon, StartError, free_port, wait_until
 
 START_DEADLINE_S = 60.0
 WAIT_S = 15.0
-ISSUER = "https://kubernetes.default.svc"
+SHOWN_CHARS = 4000
 NOT_READY_TAINT = "node.kubernetes.io/not-ready"
 
 # Users that exist from the start, since the token file is read once. The rights of "test-*" users come by `grant`.
@@ -136,79 +136,30 @@ class ControlPlane:
         pem = self._key.private_bytes(
             serialization.Encoding.PEM, serialization.PrivateFormat.TraditionalOpenSSL, serialization.NoEncryption()
         )
-        (self.dir / "sa.key").write_bytes(pem)
-        (self.dir / "audit-policy.yaml").write_text(audit_log.POLICY)
+        (self.dir / components.KEY_FILE).write_bytes(pem)
+        (self.dir / components.AUDIT_POLICY_FILE).write_text(audit_log.POLICY)
         rows = (f'{user.token},{name},{name},"{",".join(user.groups)}"\n' for name, user in self._users.items())
-        (self.dir / "tokens.csv").write_text("".join(rows))
+        (self.dir / components.TOKEN_FILE).write_text("".join(rows))
 
-    def _spawn(self, name: str, *flags: str) -> Daemon:
+    def _spawn(self, name: str, flags: Sequence[str]) -> None:
         command: list[str | Path] = [self.binary(name), *flags, *self._extra.get(name, ())]
-        daemon = Daemon(name, command, self.dir / f"{name}.log")
-        self.processes[name] = daemon
-        return daemon
+        self.processes[name] = Daemon(name, command, self.dir / f"{name}.log")
 
     def _start_api(self) -> None:
-        etcd, peer, port = (free_port() for _ in range(3))
-        client_url, peer_url = f"http://127.0.0.1:{etcd}", f"http://127.0.0.1:{peer}"
+        etcd_url, peer_url = f"http://127.0.0.1:{free_port()}", f"http://127.0.0.1:{free_port()}"
+        port = free_port()
         self.server = f"https://127.0.0.1:{port}"
-        self._spawn(
-            "etcd",
-            f"--data-dir={self.dir / 'etcd'}",
-            f"--listen-client-urls={client_url}",
-            "--unsafe-no-fsync",
-            f"--advertise-client-urls={client_url}",
-            f"--listen-peer-urls={peer_url}",
-            "--log-level=error",
-        )
-        self._spawn(
-            "kube-apiserver",
-            f"--etcd-servers={client_url}",
-            "--bind-address=127.0.0.1",
-            f"--secure-port={port}",
-            f"--cert-dir={self.dir / 'certs'}",
-            f"--service-account-issuer={ISSUER}",
-            f"--service-account-key-file={self.dir / 'sa.key'}",
-            f"--service-account-signing-key-file={self.dir / 'sa.key'}",
-            f"--token-auth-file={self.dir / 'tokens.csv'}",
-            "--authorization-mode=Node,RBAC",
-            "--enable-admission-plugins=NodeRestriction",
-            "--service-cluster-ip-range=10.96.0.0/16",
-            f"--audit-policy-file={self.dir / 'audit-policy.yaml'}",
-            f"--audit-log-path={self.audit_path}",
-            # blocking: the line is in the file before the request ends. The size is in MB; 0 would mean rotate at 100.
-            "--audit-log-mode=blocking",
-            "--audit-log-format=json",
-            "--audit-log-maxsize=100000",
-        )
+        self._spawn("etcd", components.etcd(self.dir, etcd_url, peer_url))
+        self._spawn("kube-apiserver", components.apiserver(self.dir, etcd_url, port))
         self._wait_start(lambda: Path(self.ca_file).exists(), "kube-apiserver wrote no certificate")
         self._client = ApiClient(self.server, self.ca_file, self.admin_token)
         self._wait_start(lambda: self._answers("/readyz"), "kube-apiserver is not ready")
 
     def _start_controllers(self) -> None:
         scheduler = self.kubeconfig_for(self.token_of("system:kube-scheduler"))
-        # The default limit of 50 requests a second would hide every effect on the scheduling rate.
-        config = {
-            "apiVersion": "kubescheduler.config.k8s.io/v1",
-            "kind": "KubeSchedulerConfiguration",
-            "clientConnection": {"kubeconfig": str(scheduler), "qps": 5000, "burst": 5000},
-            "leaderElection": {"leaderElect": False},
-        }
-        (self.dir / "scheduler.yaml").write_text(json.dumps(config))
-        self._spawn("kube-scheduler", f"--config={self.dir / 'scheduler.yaml'}", "--secure-port=0")
+        self._spawn("kube-scheduler", components.scheduler(self.dir, scheduler))
         manager = self.kubeconfig_for(self.token_of("system:kube-controller-manager"))
-        self._spawn(
-            "kube-controller-manager",
-            f"--kubeconfig={manager}",
-            "--leader-elect=false",
-            "--secure-port=0",
-            "--use-service-account-credentials",
-            f"--service-account-private-key-file={self.dir / 'sa.key'}",
-            f"--root-ca-file={self.ca_file}",
-            f"--node-monitor-grace-period={self._grace}",
-            # with the default limits the default ServiceAccount, which pods need, takes eight seconds
-            "--kube-api-qps=500",
-            "--kube-api-burst=1000",
-        )
+        self._spawn("kube-controller-manager", components.controller_manager(self.dir, manager, self._grace))
         path = "/api/v1/namespaces/default/serviceaccounts/default"
         self._wait_start(lambda: self._answers(path), "the default ServiceAccount was not created")
 
@@ -236,7 +187,7 @@ class ControlPlane:
     @property
     def ca_file(self) -> str:
         """The file of the certificate that the server shows, to be trusted as CA."""
-        return str(self.dir / "certs" / "apiserver.crt")
+        return str(self.dir / components.CA_FILE)
 
     @property
     def admin_token(self) -> str:
@@ -280,32 +231,36 @@ class ControlPlane:
         return self._client.request(method, path, body, token, content_type)
 
     def wait_for(
-        self, path: str, predicate: Callable[[dict[str, Any] | None], bool], what: str, deadline_s: float = WAIT_S
-    ) -> dict[str, Any] | None:
-        """GETs `path` until `predicate(object, or None while absent)`; gives that object. TimeoutError shows it."""
-        last: list[dict[str, Any] | None] = [None]
+        self, path: str, predicate: Callable[[dict[str, Any]], object], what: str, deadline_s: float = WAIT_S
+    ) -> dict[str, Any]:
+        """GETs `path` until `predicate(object, or {} while there is none)` holds; gives that object.
+
+        Raises TimeoutError, which names `what` was not so and shows the object.
+        """
+        last: dict[str, Any] = {}
 
         def probe() -> bool:
+            nonlocal last
             try:
-                last[0] = self.request("GET", path)
+                last = self.request("GET", path)
             except ApiError as error:
                 if error.status != 404:
                     raise
-                last[0] = None
-            return predicate(last[0])
+                last = {}
+            return bool(predicate(last))
 
         try:
             wait_until(probe, deadline_s, what)
         except TimeoutError as error:
-            raise TimeoutError(f"{error}; {path} is {json.dumps(last[0])[:4000]}") from None
-        return last[0]
+            raise TimeoutError(f"{error}; {path} is {json.dumps(last)[:SHOWN_CHARS]}") from None
+        return last
 
     # --- audit log ----------------------------------------------------------------------------------------------------
 
     @property
     def audit_path(self) -> Path:
         """The audit log: JSON lines, one per finished request."""
-        return self.dir / "audit.log"
+        return self.dir / components.AUDIT_LOG_FILE
 
     def audit_mark(self) -> int:
         """The present end of the audit log, to be given as `since` later."""
@@ -344,7 +299,7 @@ class ControlPlane:
             bound["node"] = _name_and_uid(node)
         issued = int(time.time()) - 7200
         return {
-            "iss": ISSUER,
+            "iss": components.ISSUER,
             "sub": f"system:serviceaccount:{namespace}:{account}",
             "aud": [audience],
             "iat": issued,
@@ -419,20 +374,18 @@ class ControlPlane:
         return [self._settled(name, ready) for name in names]
 
     def _settled(self, name: str, ready: bool) -> dict[str, Any]:
-        def settled(node: dict[str, Any] | None) -> bool:
-            keys = {taint["key"] for taint in (node or {}).get("spec", {}).get("taints", [])}
-            return node is not None and (NOT_READY_TAINT not in keys or not ready)
+        def settled(node: dict[str, Any]) -> bool:
+            keys = {taint["key"] for taint in node.get("spec", {}).get("taints", [])}
+            return bool(node) and (NOT_READY_TAINT not in keys or not ready)
 
-        node = self.wait_for(f"/api/v1/nodes/{name}", settled, f"node {name} keeps its not-ready taint")
-        assert node is not None
-        return node
+        return self.wait_for(f"/api/v1/nodes/{name}", settled, f"node {name} keeps its not-ready taint")
 
     def create_namespace(self, name: str) -> str:
         """A namespace whose default ServiceAccount exists; gives its name."""
         body = {"apiVersion": "v1", "kind": "Namespace", "metadata": {"name": name}}
         self.request("POST", "/api/v1/namespaces", body)
         path = f"/api/v1/namespaces/{name}/serviceaccounts/default"
-        self.wait_for(path, lambda found: found is not None, f"namespace {name} got no default ServiceAccount")
+        self.wait_for(path, bool, f"namespace {name} got no default ServiceAccount")
         return name
 
     def create_service_account(self, namespace: str, name: str) -> None:
@@ -443,6 +396,19 @@ class ControlPlane:
     def create_pod(self, namespace: str, name: str, **options: Any) -> dict[str, Any]:
         """Posts `objects.pod_object(name, **options)` and gives the Pod as stored."""
         return self.request("POST", f"/api/v1/namespaces/{namespace}/pods", objects.pod_object(name, **options))
+
+    def wait_running(self, pod: Mapping[str, Any], deadline_s: float = WAIT_S) -> dict[str, Any]:
+        """The pod as it is once it is Running and Ready."""
+        return self.wait_for(objects.path_of(pod), objects.is_running, "the pod is not running", deadline_s)
+
+    def wait_unschedulable(self, pod: Mapping[str, Any], deadline_s: float = WAIT_S) -> str:
+        """The scheduler's message about a pod that it could not place."""
+
+        def refused(now: dict[str, Any]) -> bool:
+            return objects.condition(now, "PodScheduled").get("status") == "False"
+
+        found = self.wait_for(objects.path_of(pod), refused, "the scheduler has not refused the pod", deadline_s)
+        return str(objects.condition(found, "PodScheduled")["message"])
 
     def delete(self, path: str, grace_s: int | None = None) -> None:
         """DELETE; an object that is gone already is no error."""

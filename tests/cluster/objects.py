@@ -106,6 +106,11 @@ def pod_object(
     return {"apiVersion": "v1", "kind": "Pod", "metadata": {"name": name, "labels": dict(labels or {})}, "spec": spec}
 
 
+def path_of(pod: Mapping[str, Any]) -> str:
+    """The API path of a pod."""
+    return f"/api/v1/namespaces/{pod['metadata']['namespace']}/pods/{pod['metadata']['name']}"
+
+
 def condition(obj: Mapping[str, Any], kind: str) -> dict[str, Any]:
     """The condition of a Node or Pod with this type; empty if it has none."""
     found: Iterable[dict[str, Any]] = obj.get("status", {}).get("conditions", [])

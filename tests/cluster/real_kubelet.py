@@ -105,7 +105,7 @@ class RealKubelet:
         self._plane.request("PATCH", f"{path}/status", status, content_type=STRATEGIC_MERGE_PATCH)
         self._plane.wait_for(
             path,
-            lambda node: node is not None and node["status"]["allocatable"].get("nvidia.com/gpu") == str(count),
+            lambda node: node["status"]["allocatable"].get("nvidia.com/gpu") == str(count),
             f"node {self.node} does not offer {count} GPUs",
             START_DEADLINE_S,
         )

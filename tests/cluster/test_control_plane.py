@@ -18,23 +18,13 @@ from cryptography.hazmat.primitives.asymmetric import rsa
 from tests.cluster.client import ApiError
 from tests.cluster.fake_kubelet import FakeKubelet
 from tests.cluster.harness import KUBELET_NODES, ControlPlane
-from tests.cluster.objects import condition, is_running
+from tests.cluster.objects import path_of
 from tests.cluster.processes import wait_until
 from tests.cluster.real_kubelet import KERNEL_SETTINGS, RealKubelet
 
 ROOT = Path(__file__).resolve().parent.parent.parent
 Unique = Callable[[str], str]
 NODE_NAME = "authentication.kubernetes.io/node-name"
-
-
-def pod_path(pod: dict[str, Any]) -> str:
-    return f"/api/v1/namespaces/{pod['metadata']['namespace']}/pods/{pod['metadata']['name']}"
-
-
-def running(plane: ControlPlane, pod: dict[str, Any]) -> dict[str, Any]:
-    found = plane.wait_for(pod_path(pod), lambda now: now is not None and is_running(now), "pod is not running")
-    assert found is not None
-    return found
 
 
 def test_reports_the_version_that_was_built(control_plane: ControlPlane) -> None:
@@ -73,18 +63,14 @@ def test_pod_is_scheduled_runs_and_is_deleted_gracefully(
     name = unique("node")
     fake_kubelet.create_node(name, labels={"pool": name}, gpus=8)
     pod = control_plane.create_pod(namespace, "p", gpus=8, node_selector={"pool": name}, grace_s=30)
-    assert running(control_plane, pod)["spec"]["nodeName"] == name
+    assert control_plane.wait_running(pod)["spec"]["nodeName"] == name
 
     second = control_plane.create_pod(namespace, "q", gpus=1, node_selector={"pool": name})
-    waiting = control_plane.wait_for(
-        pod_path(second), lambda now: condition(now or {}, "PodScheduled").get("status") == "False", "no verdict on q"
-    )
-    assert waiting is not None
-    assert "Insufficient nvidia.com/gpu" in condition(waiting, "PodScheduled")["message"]
+    assert "Insufficient nvidia.com/gpu" in control_plane.wait_unschedulable(second)
 
-    control_plane.delete(pod_path(pod))
-    control_plane.wait_for(pod_path(pod), lambda now: now is None, "deletion did not complete", deadline_s=10)
-    assert running(control_plane, second)["spec"]["nodeName"] == name
+    control_plane.delete(path_of(pod))
+    control_plane.wait_for(path_of(pod), lambda now: not now, "deletion did not complete", deadline_s=10)
+    assert control_plane.wait_running(second)["spec"]["nodeName"] == name
     assert list(fake_kubelet.errors) == []
 
 
@@ -95,9 +81,9 @@ def test_pods_bound_before_a_node_is_managed_are_taken_up(
     control_plane.create_node(name)
     pod = control_plane.create_pod(namespace, "early", node=name)
     fake_kubelet.manage(name)
-    running(control_plane, pod)
+    control_plane.wait_running(pod)
     lease = f"/apis/coordination.k8s.io/v1/namespaces/kube-node-lease/leases/{name}"
-    control_plane.wait_for(lease, lambda now: now is not None and "renewTime" in now["spec"], "no Lease")
+    control_plane.wait_for(lease, lambda now: now and "renewTime" in now["spec"], "no Lease")
 
 
 def test_tainted_node_repels_a_pod_until_the_taint_goes(
@@ -106,13 +92,9 @@ def test_tainted_node_repels_a_pod_until_the_taint_goes(
     name = unique("node")
     fake_kubelet.create_node(name, {"pool": name}, taints=[{"key": "test/out", "effect": "NoSchedule"}])
     pod = control_plane.create_pod(namespace, "p", gpus=1, node_selector={"pool": name})
-    pending = control_plane.wait_for(
-        pod_path(pod), lambda now: condition(now or {}, "PodScheduled").get("status") == "False", "no verdict on p"
-    )
-    assert pending is not None
-    assert "untolerated taint" in condition(pending, "PodScheduled")["message"]
+    assert "untolerated taint" in control_plane.wait_unschedulable(pod)
     control_plane.request("PATCH", f"/api/v1/nodes/{name}", {"spec": {"taints": None}})
-    assert running(control_plane, pod)["spec"]["nodeName"] == name
+    assert control_plane.wait_running(pod)["spec"]["nodeName"] == name
 
 
 def test_not_ready_node_is_tainted_by_the_controller_manager(
@@ -121,8 +103,8 @@ def test_not_ready_node_is_tainted_by_the_controller_manager(
     name = unique("node")
     fake_kubelet.create_node(name)
 
-    def tainted(node: dict[str, Any] | None) -> bool:
-        return any("not-ready" in taint["key"] for taint in (node or {})["spec"].get("taints", []))
+    def tainted(node: dict[str, Any]) -> bool:
+        return any("not-ready" in taint["key"] for taint in node["spec"].get("taints", []))
 
     fake_kubelet.set_ready(name, False)
     control_plane.wait_for(f"/api/v1/nodes/{name}", tainted, "no taint")
@@ -152,7 +134,7 @@ def test_token_of_a_bound_pod_carries_its_node(
 ) -> None:
     name = unique("node")
     node = fake_kubelet.create_node(name)
-    pod = running(control_plane, control_plane.create_pod(namespace, "agent", node=name))
+    pod = control_plane.wait_running(control_plane.create_pod(namespace, "agent", node=name))
     token = control_plane.service_account_token(namespace, "default", audience="headway", pod=pod)
     status = control_plane.review_token(token, "headway")
     assert status["authenticated"] is True
@@ -238,7 +220,7 @@ def test_real_kubelet_gives_a_pod_its_projected_token(
 ) -> None:
     assert real_kubelet.node in KUBELET_NODES
     pod = control_plane.create_pod(namespace, "agent", node=real_kubelet.node, token_audience="headway", grace_s=0)
-    running(control_plane, pod)
+    control_plane.wait_running(pod)
     token = real_kubelet.token_file(pod).read_text()
     status = control_plane.review_token(token, "headway")
     assert status["user"]["extra"][NODE_NAME] == [real_kubelet.node]
