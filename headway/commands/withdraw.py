@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import asyncio
 import json
 import sys
 
@@ -11,6 +12,8 @@ from aggregator.kube.stop import stop
 from aggregator.kube.withdraw import Withdrawn, withdraw_all
 from headway.commands.kube_common import add_kube_arguments, names, person, run_with_client
 from headway.names import STOP_CONFIGMAP
+
+WRITES_CEASE_S = 1.0
 
 HELP = "stop, then remove all that headway published"
 
@@ -28,8 +31,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     async def act(client: KubeClient) -> int:
-        if not args.dry_run:
-            await stop(client, args.namespace, person(), "headway withdraw --all")
+        if not args.dry_run and await stop(client, args.namespace, person(), "headway withdraw --all"):
+            # A living aggregator ceases within this time; a write of before would put back what we take away.
+            await asyncio.sleep(WRITES_CEASE_S)
 
         def progress(done: int, total: int) -> None:
             print(f"\r{done}/{total} nodes", end="", file=sys.stderr, flush=True)
