@@ -11,6 +11,7 @@ from aggregator.engine.policy import FAMILIES, Row
 from aggregator.engine.policy_load import load_policy, shipped_priors, shipped_rows
 from aggregator.engine.policy_yaml import parse
 from aggregator.engine.words import Action, ClearsBy, FaultClass, Job, Scope, Verdict
+from headway.kernel_log import KernelLine
 
 SHIPPED = load_policy("version: 1\n", "policy.yaml")
 
@@ -123,6 +124,16 @@ def test_what_no_row_knows_is_watched_and_never_acted_on_alone(family: str, code
     assert row.floor is Verdict.WATCH
     assert not row.immediate
     assert row.family == (family if family in FAMILIES else "unknown")
+
+
+@pytest.mark.parametrize(("fatal", "floor"), [(True, Verdict.SUSPECT), (False, Verdict.HEALTHY), (None, Verdict.WATCH)])
+def test_the_word_that_an_sxid_prints_decides(fatal: bool | None, floor: Verdict) -> None:
+    line = KernelLine(family="sxid", code=12028, subcode="egress", fatal=fatal, raw="")
+    assert SHIPPED.row_for_line(line).floor is floor
+
+
+def test_the_row_of_an_xid_line() -> None:
+    assert SHIPPED.row_for_line(KernelLine(family="xid", code=79, raw="")).key[:2] == ("xid", "79")
 
 
 def test_154_knows_every_recovery_action_that_nvml_knows() -> None:

@@ -15,6 +15,7 @@ import msgspec
 from msgspec import Meta
 
 from aggregator.engine.words import Action, ClearsBy, FaultClass, Fence, Job, Level, Scope, Verdict
+from headway.kernel_log import KernelLine
 
 #: Family of the one row that holds for evidence of which no other row knows anything.
 UNKNOWN_FAMILY = "unknown"
@@ -234,6 +235,13 @@ class Policy(msgspec.Struct, frozen=True, kw_only=True):
                 if row.subcode in (None, subcode) and _driver_in(row, driver_version):
                     return row
         raise LookupError(f"the shipped rows have no row of family {UNKNOWN_FAMILY!r}")
+
+    def row_for_line(self, line: KernelLine, driver_version: str | None = None) -> Row:
+        """The row of a kernel line. An SXID's subcode is the word it prints: `fatal`, `nonfatal`, or none at all."""
+        subcode = line.subcode
+        if line.family == "sxid":
+            subcode = None if line.fatal is None else "fatal" if line.fatal else "nonfatal"
+        return self.row_for(line.family, line.code, subcode, driver_version)
 
 
 def driver_key(version: str) -> tuple[int, ...]:
