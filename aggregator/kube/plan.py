@@ -100,7 +100,7 @@ def _taints(
             continue
         want = wanted.get(taint.key)
         if want is None or taint.key in standing:
-            if want is None and desired.warming_up:
+            if desired.warming_up:
                 kept.append(taint)
                 continue
             changes.append(Change("taint", "remove", taint.key, reason))
