@@ -240,7 +240,10 @@ class Journals:
         return [fd for journal in self._journals for fd in journal.take_unsynced()]
 
     def close(self) -> None:
-        sync_and_close(self.take_unsynced())
+        try:
+            sync_and_close(self.take_unsynced())
+        except OSError as error:
+            log.error("journal not synced dir=%s error=%r", self._dir, str(error))
         for journal in self._journals:
             journal.close()
         if self._lock_fd is not None:

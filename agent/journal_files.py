@@ -14,6 +14,7 @@ Frames are only ever appended. Reading stops at the first frame that is not whol
 
 from __future__ import annotations
 
+import contextlib
 import os
 import shutil
 import struct
@@ -269,7 +270,8 @@ class DiskJournal:
                 view = view[os.write(self._fd, view) :]
         except OSError:
             # Half a frame must not stand before whole ones; where even this fails, the reader stops at it.
-            os.ftruncate(self._fd, segment.size_bytes)
+            with contextlib.suppress(OSError):
+                os.ftruncate(self._fd, segment.size_bytes)
             raise
         segment.size_bytes += len(data)
 
