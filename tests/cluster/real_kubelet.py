@@ -100,7 +100,9 @@ class RealKubelet:
 
     def advertise_gpus(self, count: int) -> None:
         """Puts `nvidia.com/gpu` into the node's capacity, as an extended resource without a device plugin."""
-        status = {"status": {"capacity": {"nvidia.com/gpu": str(count)}}}
+        gpus = {"nvidia.com/gpu": str(count)}
+        # the kubelet would copy capacity into allocatable itself, ten seconds later
+        status = {"status": {"capacity": gpus, "allocatable": gpus}}
         path = f"/api/v1/nodes/{self.node}"
         self._plane.request("PATCH", f"{path}/status", status, content_type=STRATEGIC_MERGE_PATCH)
         self._plane.wait_for(

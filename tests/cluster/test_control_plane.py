@@ -228,6 +228,18 @@ def test_real_kubelet_gives_a_pod_its_projected_token(
     assert (real_kubelet.root / "pod-resources" / "kubelet.sock").is_socket()
 
 
+def test_real_kubelet_runs_a_pod_that_the_scheduler_placed_by_its_gpus(
+    control_plane: ControlPlane, real_kubelet: RealKubelet, namespace: str
+) -> None:
+    selector = {"kubernetes.io/hostname": real_kubelet.node}
+    pod = control_plane.create_pod(namespace, "training", gpus=2, node_selector=selector)
+    assert "Insufficient nvidia.com/gpu" in control_plane.wait_unschedulable(pod)
+    real_kubelet.advertise_gpus(8)
+    control_plane.wait_running(pod)
+    control_plane.delete(path_of(pod))
+    control_plane.wait_for(path_of(pod), lambda now: not now, "deletion did not complete")
+
+
 def test_real_kubelet_leaves_the_kernel_settings_alone(real_kubelet: RealKubelet) -> None:
     inside = {path: Path(f"/proc/{real_kubelet.pid}/root{path}").read_text().strip() for path in KERNEL_SETTINGS}
     assert inside == KERNEL_SETTINGS
