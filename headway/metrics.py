@@ -154,7 +154,7 @@ WRITE_FAILURES = Metric(
     "Writes to Kubernetes that did not succeed.",
     _AGGREGATOR,
     ("why",),
-    values=(("why", ("conflict", "gone", "refused", "unreachable", "not_allowed")),),
+    values=(("why", ("conflict", "refused", "unreachable", "held_back")),),
 )
 WRITE_LATENCY = Metric(
     "headway_write_latency_seconds",

@@ -117,6 +117,11 @@ class Publisher:
     def idle(self) -> bool:
         return not self._dirty and not self._busy and not self._again
 
+    @property
+    def waiting(self) -> int:
+        """Nodes that wait to be planned, now or after a failure."""
+        return len(self._dirty) + len(self._again)
+
     async def run(self) -> None:
         """Until cancelled; then the writes in flight are cut off, which the next plan heals."""
         try:
