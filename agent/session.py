@@ -307,8 +307,8 @@ class _Link:
         code = self._ws.close_code
         if code == aiohttp.WSCloseCode.MESSAGE_TOO_BIG:
             self._halve()
-        error = self._ws.exception()
-        raise SessionLost(f"connection closed (code {code}{f', {_text(error)}' if error else ''})")
+        cause = self._ws.exception()
+        raise SessionLost(f"connection closed (code {code}{f', {_text(cause)}' if cause else ''})")
 
     def _take(self, frame: Welcome | Ack | Orders | Refused | Bye) -> None:
         match frame:
