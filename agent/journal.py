@@ -203,6 +203,13 @@ class Journals:
         self._retry_s = min(self._retry_s * 2, self.limits.retry_max_s)
         self._start_in_memory()
 
+    def begin_anew(self) -> None:
+        """Start another journal: a receiver knows more of the current one than we do (its disk was set back)."""
+        try:
+            self._start_on_disk()
+        except OSError as error:
+            self.fail(error)
+
     def retry_disk(self) -> None:
         """Try the disk again when it is time; on success a new durable journal is current."""
         if self.durable or self._clock.boottime_s() < self._retry_at_s:

@@ -126,6 +126,8 @@ class Session:
         self._max_events = MAX_EVENTS_PER_FRAME
         self._last_error = ""
         self._attempt = 0
+        #: Journals that this aggregator will not have: it has seen later numbers of them than we hold.
+        self._withheld: frozenset[str] = frozenset()
         self._readings.set(AGENT_CONNECTED, 0.0, (peer.url,))
 
     def wake(self) -> None:
@@ -217,6 +219,18 @@ class Session:
             return ssl.create_default_context(cafile=self.peer.ca_file)
         except (OSError, ssl.SSLError) as error:
             raise SessionLost(f"CA file {self.peer.ca_file}: {_text(error)}") from error
+
+    def _infos(self) -> tuple[JournalInfo, ...]:
+        infos = self._journals.infos()
+        return tuple(info for info in infos if info.journal_id not in self._withheld) if self._withheld else infos
+
+    def _set_back(self) -> None:
+        """Our disk was set back (a restored snapshot): numbers would be used twice. Go on under a new id, once."""
+        if not self._withheld:
+            infos = self._journals.infos()
+            self._withheld = frozenset(info.journal_id for info in infos)
+            self._readings.inc(AGENT_DROPPED, ("journal_set_back",), len(infos))
+            self._journals.begin_anew()
 
     def _set_connected(self, connected: bool) -> None:
         self.connected = connected
@@ -338,6 +352,9 @@ class _Link:
         self._log_once(
             f"{frame.what}/{frame.why}", f"refused what={frame.what} why={frame.why} detail={frame.detail!r}"
         )
+        if frame.what == "hello" and frame.why == "order" and not self._s._withheld:
+            self._s._set_back()
+            raise SessionLost(f"hello refused, going on under a new journal: {frame.detail}")
         if frame.what == "hello":
             raise SessionLost(f"hello refused: {frame.why}: {frame.detail}", patient=True)
         if frame.why == "too_big":
@@ -360,7 +377,7 @@ class _Link:
     async def _send_hello(self) -> None:
         s = self._s
         self._told = (s._journals.generation, s._inventory.version)
-        self._hello_infos = self._lanes.announce(s._journals.infos())
+        self._hello_infos = self._lanes.announce(s._infos())
         hello = Hello(
             node=s._node,
             boot_id=s._clock.boot_id,
@@ -380,13 +397,13 @@ class _Link:
         """Send one batch of live events; False: there are none."""
         if self._lanes.rewinding:
             return False
-        wanted = self._lanes.next_live(self._s._journals.infos(), self._s._max_events)
+        wanted = self._lanes.next_live(self._s._infos(), self._s._max_events)
         return wanted is not None and await self._send_events(wanted, live=True)
 
     async def _send_backfill(self) -> bool:
         if self._lanes.rewinding:
             return False
-        wanted = self._lanes.next_backfill(self._s._journals.infos(), self._s._max_events)
+        wanted = self._lanes.next_backfill(self._s._infos(), self._s._max_events)
         return wanted is not None and await self._send_events(wanted, live=False)
 
     async def _send_events(self, wanted: Next, live: bool) -> bool:
@@ -403,7 +420,7 @@ class _Link:
     async def _send_news(self) -> bool:
         """Say Hello again where the journals or the inventory are not those announced."""
         s = self._s
-        aged_out = self._lanes.aged_out(s._journals.infos())
+        aged_out = self._lanes.aged_out(s._infos())
         if not aged_out and self._told == (s._journals.generation, s._inventory.version):
             return False
         await self._send_hello()

@@ -272,6 +272,24 @@ async def test_bye_is_honoured(agent: Agent, peer: Peer) -> None:
     assert at[1] - at[0] >= 1.0
 
 
+async def test_journal_that_was_set_back_is_given_up_for_a_new_one(agent: Agent, peer: Peer) -> None:
+    """The aggregator has seen later numbers than the restored disk holds: no event may hide behind an old number."""
+
+    def answer(frame: Frame) -> list[Frame] | None:
+        if isinstance(frame, Hello) and len(peer.tokens) == 1:
+            return [Refused("hello", "order", "journal announces next_seq 2, 9 have arrived")]
+        return None
+
+    peer.answer = answer
+    agent.start()
+    await peer.until(lambda: len(peer.hellos) == 1)
+    agent.write(xid(1))
+    await peer.until(lambda: len(peer.raw_lines()) == 1)
+    (info,) = peer.hellos[0].journals
+    assert info.next_seq <= 1
+    assert len(list(agent.state_dir.glob("journals/*"))) == 2, "the old one is kept for others"
+
+
 async def test_token_is_read_anew_at_each_connect(agent: Agent, peer: Peer) -> None:
     token = agent.tmp / "token"
     agent.start("--token-file", str(token))
