@@ -20,6 +20,41 @@ MAX_OUTBOX = 64
 #: Longest wait for a peer to take one frame, and for the closing handshake.
 SEND_TIMEOUT_S = 5.0
 
+#: Frames per second that one agent may send for long, and the burst above it; beyond them it is read more slowly.
+FRAMES_PER_S = 1000.0
+BURST_FRAMES = 2000.0
+
+
+class Allowance:
+    """How fast one peer is read: a bucket of BURST_FRAMES that fills with FRAMES_PER_S."""
+
+    def __init__(self, now_s: float) -> None:
+        self._left = BURST_FRAMES
+        self._at_s = now_s
+
+    def wait_s(self, now_s: float) -> float:
+        """Take one frame from the bucket; how long to wait before the next is read."""
+        self._left = min(BURST_FRAMES, self._left + (now_s - self._at_s) * FRAMES_PER_S) - 1.0
+        self._at_s = now_s
+        return max(0.0, -self._left / FRAMES_PER_S)
+
+
+class Edges:
+    """Logs a refusal once per peer and reason, not once per try; bounded."""
+
+    def __init__(self) -> None:
+        self._told: dict[str, str] = {}
+
+    def warn(self, peer: str, why: str) -> None:
+        if self._told.get(peer) != why:
+            log.warning("agent refused peer=%s why=%s", peer, why)
+            self._told[peer] = why
+            while len(self._told) > 1024:
+                del self._told[next(iter(self._told))]
+
+    def clear(self, peer: str) -> None:
+        self._told.pop(peer, None)
+
 
 class Connection:
     """`session` is set by the first good Hello; `closing` is the Bye code once the connection is being closed."""

@@ -20,7 +20,7 @@ from aiohttp import WSCloseCode, WSMessage, WSMsgType, web
 from aggregator.clock import Clock
 from aggregator.engine.inputs import AgentGone, Input
 from aggregator.ingest.auth import Authenticator, Identity, ReviewFailed
-from aggregator.ingest.connection import SEND_TIMEOUT_S, Connection
+from aggregator.ingest.connection import SEND_TIMEOUT_S, Allowance, Connection, Edges
 from aggregator.ingest.pods import Pods
 from aggregator.ingest.session import NodeMemory, NotTaken, SampleTaken, Session, Taken
 from aggregator.kube.review import Denied
@@ -106,7 +106,7 @@ class IngestServer:
         self._handshakes = 0
         self._live: dict[str, Connection] = {}
         self._stopping = False
-        self._denied_logged: dict[str, str] = {}
+        self._denied = Edges()
         pods.on_gone = self._pod_gone
         readings.set(metrics.AGENTS_CONNECTED, 0)
 
@@ -182,11 +182,11 @@ class IngestServer:
         try:
             identity = await self._auth.identify(request.headers.get("Authorization"), peer)
         except ReviewFailed as error:
-            self._log_denied(peer, f"cannot review tokens: {error}")
+            self._denied.warn(peer, f"cannot review tokens: {error}")
             await self._turn_away(ws, request, "busy")
             return None
         if isinstance(identity, Denied):
-            self._log_denied(peer, identity.why)
+            self._denied.warn(peer, identity.why)
             await self._turn_away(ws, request, "unauthorized", 10.0)
             return None
         connection = Connection(ws, request, identity, self._send_timeout_s)
@@ -204,7 +204,7 @@ class IngestServer:
         if connection.session is None:
             await connection.finish()
             return None
-        self._denied_logged.pop(peer, None)
+        self._denied.clear(peer)
         return connection
 
     def _first_frame(self, connection: Connection, identity: Identity, message: WSMessage) -> None:
@@ -279,7 +279,10 @@ class IngestServer:
         return memory
 
     async def _serve(self, ws: web.WebSocketResponse, connection: Connection) -> None:
+        allowance = Allowance(self._clock.now())
         while connection.closing is None:
+            if (wait_s := allowance.wait_s(self._clock.now())) > 0:
+                await asyncio.sleep(wait_s)
             message = await ws.receive()
             if connection.closing is not None or not self._is_frame(connection, message):
                 return
@@ -383,14 +386,6 @@ class IngestServer:
         if connection.closing is None:
             self._readings.inc(metrics.INGEST_CLOSED, (code,))
             connection.bye(code, retry_after_s, close_code)
-
-    def _log_denied(self, peer: str, why: str) -> None:
-        """Once per peer and reason, not once per try."""
-        if self._denied_logged.get(peer) != why:
-            log.warning("agent refused peer=%s why=%s", peer, why)
-            self._denied_logged[peer] = why
-            while len(self._denied_logged) > 1024:
-                del self._denied_logged[next(iter(self._denied_logged))]
 
     async def _ended(self, ws: web.WebSocketResponse, connection: Connection) -> None:
         node = connection.node

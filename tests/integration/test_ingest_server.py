@@ -20,6 +20,7 @@ from aiohttp import WSMsgType, web
 from aggregator.clock import Clock
 from aggregator.engine.inputs import AgentConnected, AgentEvent, AgentGone, BackfillDone, Input
 from aggregator.ingest.auth import Authenticator, Insecure, ReviewFailed, Tokens
+from aggregator.ingest.connection import BURST_FRAMES, FRAMES_PER_S, Allowance
 from aggregator.ingest.pods import Pods
 from aggregator.ingest.server import MAX_STRIKES, PATH, IngestServer
 from aggregator.ingest.session import SampleTaken
@@ -443,6 +444,14 @@ async def test_a_peer_that_does_not_read_is_dropped_and_memory_stays_bounded() -
             assert sent < 10_000
         await until(lambda: run.sink.of(AgentGone))
         transport.resume_reading()
+
+
+def test_a_peer_is_read_as_fast_as_agreed_and_no_faster() -> None:
+    allowance = Allowance(0.0)
+    assert all(allowance.wait_s(0.0) == 0.0 for _ in range(int(BURST_FRAMES)))
+    waits = [allowance.wait_s(0.0) for _ in range(10)]
+    assert waits == pytest.approx([n / FRAMES_PER_S for n in range(1, 11)])
+    assert allowance.wait_s(60.0) == 0.0
 
 
 async def test_stopping_says_goodbye() -> None:
