@@ -17,10 +17,12 @@ from agent.clock import SystemClock, read_boot_id
 from agent.config import AgentConfig, ConfigError
 from agent.inventory import Inventory
 from agent.journal import Journals, StateDirBusy
+from agent.nvml_link import process_command
 from agent.recorder import Recorder
 from agent.session import DRAIN_S, Peer, Session
-from agent.sources import Source
+from agent.sources import Source, kernel_log
 from agent.sources.kernel_log import FileLog, JournaldLog, KmsgLog
+from agent.sources.nvml import NvmlSource
 from agent.sources.pci import PciBus
 from agent.supervise import start_sources
 from headway.metrics import BUILD_INFO
@@ -82,7 +84,9 @@ async def run(config: AgentConfig) -> int:
 
             runner = await http.serve(config.listen, readings, recorder.scrape, journals, sessions)
         recorder.start()
-        tasks = start_sources(_sources(config, clock, inventory), recorder)
+        nvml = _nvml(config, clock, inventory, recorder)
+        sources = _sources(config, clock) if nvml is None else [*_sources(config, clock), nvml]
+        tasks = start_sources(sources, recorder)
         reporting = [asyncio.create_task(session.run(), name=f"session {session.peer.url}") for session in sessions]
         # What was imported stays: leave it out of every collection.
         gc.collect()
@@ -90,10 +94,13 @@ async def run(config: AgentConfig) -> int:
         log.info("started node=%s boot=%s state_dir=%s", config.node, clock.boot_id, config.state_dir)
         await _until_stopped(stop, [*tasks, *reporting])
         await _end(tasks)
+        ending = asyncio.create_task(nvml.ask_to_end()) if nvml is not None else None
         await recorder.stop()
         for session in sessions:
             session.stop()
         await _finish(reporting)
+        if ending is not None:
+            await ending
     finally:
         if runner is not None:
             await runner.cleanup()
@@ -114,7 +121,18 @@ def _sessions(
     return [Session(peer, config.node, version, journals, inventory, clock, readings, draw) for peer in peers]
 
 
-def _sources(config: AgentConfig, clock: SystemClock, inventory: Inventory) -> list[Source]:
+def _nvml(config: AgentConfig, clock: SystemClock, inventory: Inventory, recorder: Recorder) -> NvmlSource | None:
+    if config.nvml == "off":
+        return None
+    command = process_command(config.nvml_socket) if config.nvml == "start" else None
+
+    def xids_wanted() -> bool:
+        return not recorder.is_up(kernel_log.NAME)
+
+    return NvmlSource(config.nvml_socket, command, config.nvml_probe_s, clock, inventory, xids_wanted)
+
+
+def _sources(config: AgentConfig, clock: SystemClock) -> list[Source]:
     sources: list[Source] = [PciBus(config.sysfs, clock.boot_id, config.pci_interval_s)]
     kind, path = config.kernel_log
     if kind == "kmsg" and path is not None:

@@ -118,6 +118,10 @@ class Recorder:
             Observation("source", source, name=source, value=value, detail=detail, count=count, since_s=since_s)
         )
 
+    def is_up(self, source: str) -> bool:
+        """Whether the source's last word is `ok`."""
+        return self._last_word.get(source) == "ok"
+
     def scrape(self) -> None:
         """Bring the gauges up to date."""
         now_s = self._clock.boottime_s()

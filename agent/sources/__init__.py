@@ -57,6 +57,17 @@ class Sink(Protocol):
     def alive(self, source: str) -> None:
         """The source answered just now. Says `ok` where the last word was another, or none."""
 
+    def tell_source(
+        self,
+        source: str,
+        value: str,
+        detail: str | None = None,
+        *,
+        count: int | None = None,
+        since_s: float | None = None,
+    ) -> None:
+        """Tell how a source is (`ok`, `failed`, `absent`, `silent`): on the edge only, `silent` every time."""
+
     def dropped(self, what: str, count: int = 1) -> None:
         """Count what was left out because of a bound."""
 
