@@ -7,6 +7,7 @@ the order of observations.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -54,6 +55,7 @@ class Recorder:
         self._answered_s: dict[str, float] = {}
         self._timers: dict[str, asyncio.TimerHandle] = {}
         self._syncing: asyncio.Task[None] | None = None
+        self._stopping = asyncio.Event()
         self._dropped_in_journal = 0
         journals.on_new_journal = self._retell_pending
         self._restore_windows()
@@ -141,6 +143,7 @@ class Recorder:
         self.observe(Observation("agent", "agent", name="stop"))
         for timer in self._timers.values():
             timer.cancel()
+        self._stopping.set()
         if self._syncing is not None:
             await self._syncing
         await self._sync()
@@ -255,7 +258,9 @@ class Recorder:
             self._syncing = asyncio.get_running_loop().create_task(self._sync_later())
 
     async def _sync_later(self) -> None:
-        await asyncio.sleep(SYNC_AFTER_S)
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(SYNC_AFTER_S):
+                await self._stopping.wait()
         await self._sync()
 
     async def _sync(self) -> None:
