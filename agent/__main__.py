@@ -124,7 +124,12 @@ def _sessions(
 def _nvml(config: AgentConfig, clock: SystemClock, inventory: Inventory, recorder: Recorder) -> NvmlSource | None:
     if config.nvml == "off":
         return None
-    command = process_command(config.nvml_socket) if config.nvml == "start" else None
+    command = None
+    if config.nvml == "start":
+        options = [f"--sysfs={config.sysfs}", f"--linger-s={config.nvml_linger_s:g}"]
+        if config.nvml_library is not None:
+            options.append(f"--library={config.nvml_library}")
+        command = process_command(config.nvml_socket, *options)
 
     def xids_wanted() -> bool:
         return not recorder.is_up(kernel_log.NAME)

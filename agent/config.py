@@ -39,6 +39,8 @@ class AgentConfig:
     nvml: str
     nvml_socket: Path
     nvml_probe_s: float
+    nvml_library: Path | None
+    nvml_linger_s: float
     boot_id: str | None
     listen: tuple[str, int] | None
     log_level: str
@@ -82,6 +84,9 @@ def parser() -> argparse.ArgumentParser:
     add("--nvml-socket", metavar="PATH", help="socket of the NVML process (default: nvml.sock in the state directory)")
     add("--nvml-probe-s", metavar="S", default="4",
         help="how often NVML must show a sign of life (default: %(default)s)")
+    add("--nvml-library", metavar="PATH", help="libnvidia-ml.so.1 for the NVML process (default: the system's)")
+    add("--nvml-linger-s", metavar="S", default="300",
+        help="the NVML process ends when no agent was there for so long; 0: never (default: %(default)s)")
     add("--boot-id", metavar="ID", help="for tests: stand in for the kernel's boot id")
     add("--listen", metavar="HOST:PORT", help="serve /healthz /readyz /metrics there, e.g. 127.0.0.1:9400")
     add("--log-level", metavar="LEVEL", default="info", choices=("debug", "info", "warning", "error"),
@@ -121,6 +126,8 @@ def load(arguments: Sequence[str], environment: Mapping[str, str]) -> tuple[Agen
             nvml=given.nvml,
             nvml_socket=Path(given.nvml_socket) if given.nvml_socket else state_dir / "nvml.sock",
             nvml_probe_s=_seconds("--nvml-probe-s", given.nvml_probe_s, 0.5, 600),
+            nvml_library=Path(given.nvml_library) if given.nvml_library else None,
+            nvml_linger_s=_seconds("--nvml-linger-s", given.nvml_linger_s, 0, 86_400),
             boot_id=given.boot_id,
             listen=_listen(given.listen),
             log_level=given.log_level,

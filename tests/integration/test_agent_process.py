@@ -399,7 +399,7 @@ async def test_http_end_points(agent: Agent, peer: Peer) -> None:
         assert values["headway_agent_journal_durable"] == "1"
         await peer.stop()
         async with asyncio.timeout(5.0):
-            while (await http.get(f"{base}/readyz")).status != 503:  # noqa: ASYNC110
+            while (await http.get(f"{base}/readyz")).status != 503:
                 await asyncio.sleep(0.05)
         assert (await http.get(f"{base}/healthz")).status == 200
 

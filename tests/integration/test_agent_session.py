@@ -99,7 +99,7 @@ async def test_sample_of_a_new_layout_waits_for_its_hello(tmp_path: Path) -> Non
     half.inventory.set_gpus([gpu(0)], "580.1")
     order: list[str] = []
     async with serving() as peer, half.session(peer.url):
-        peer.answer = lambda frame: order.append(type(frame).__name__)  # type: ignore[func-returns-value]
+        peer.answer = lambda frame: order.append(type(frame).__name__)
         await peer.until(lambda: bool(peer.hellos))
         half.inventory.set_gpus([gpu(0), gpu(1)], "580.1")
         half.inventory.set_sample([("GPU-0", [0.0] * len(GPU_COLUMNS))], half.clock.boottime_s())

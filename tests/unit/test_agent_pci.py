@@ -71,7 +71,7 @@ async def look(sysfs: Path, state: Path, boot_id: str = "boot-1") -> list[tuple[
     recorder = Recorder(journals, clock, Readings("agent"))
     task = asyncio.create_task(PciBus(sysfs, boot_id).run(recorder))
     async with asyncio.timeout(5.0):
-        while "pci" not in recorder._answered_s:  # noqa: ASYNC110
+        while "pci" not in recorder._answered_s:
             await asyncio.sleep(0.01)
     task.cancel()
     await asyncio.gather(task, return_exceptions=True)
