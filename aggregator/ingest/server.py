@@ -19,7 +19,7 @@ from aiohttp import WSCloseCode, WSMessage, WSMsgType, web
 
 from aggregator.clock import Clock
 from aggregator.engine.inputs import AgentGone, Input
-from aggregator.ingest.auth import Authenticator, Identity, ReviewFailed
+from aggregator.ingest.auth import DENIED_S, Authenticator, Identity, ReviewFailed
 from aggregator.ingest.connection import SEND_TIMEOUT_S, Allowance, Connection, Edges
 from aggregator.ingest.pods import Pods
 from aggregator.ingest.session import NodeMemory, NotTaken, SampleTaken, Session, Taken
@@ -187,7 +187,7 @@ class IngestServer:
             return None
         if isinstance(identity, Denied):
             self._denied.warn(peer, identity.why)
-            await self._turn_away(ws, request, "unauthorized", 10.0)
+            await self._turn_away(ws, request, "unauthorized", DENIED_S)
             return None
         connection = Connection(ws, request, identity, self._send_timeout_s)
         deadline_s = self._clock.now() + self._handshake_timeout_s
