@@ -1,14 +1,19 @@
 """The other side of the wire for tests of the agent: a small aiohttp server that keeps cursors and what arrived.
 
 Independent of the aggregator's own code on purpose: it reads section 5 of the design by itself, in the simplest form
-(a set of sequence numbers per journal), so that agent and aggregator cannot agree on the same mistake.
+(a set of sequence numbers per journal), so that agent and aggregator cannot agree on the same mistake. Beside it the
+starter of real agent processes.
 """
 
 from __future__ import annotations
 
 import asyncio
+import os
+import subprocess
+import sys
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from pathlib import Path
 from ssl import SSLContext
 
 from aiohttp import WSMsgType, web
@@ -143,3 +148,58 @@ class Peer:
     def _cursors(self) -> tuple[Cursor, ...]:
         announced = {info.journal_id for info in self.hellos[-1].journals}
         return tuple(j.cursor(journal_id) for journal_id, j in self.journals.items() if journal_id in announced)
+
+
+ROOT = Path(__file__).parents[2]
+
+
+def xid(number: int, *, pci: int | None = None, code: int | None = None) -> str:
+    """A numbered line; no two of the first 2,500 have the same address and code."""
+    bus = number % 250 if pci is None else pci
+    return (
+        f"[{number:5d}.000000] NVRM: Xid (PCI:0000:{bus:02x}:00): {number // 250 + 1 if code is None else code}, "
+        f"pid={number}, name=python3, Ch 00000008"
+    )
+
+
+@dataclass
+class Agent:
+    """Starts the agent with everything but what a test names switched off."""
+
+    tmp: Path
+    url: str
+    log: Path
+    nvml: str = "off"
+    processes: list[subprocess.Popen[bytes]] = field(default_factory=list)
+
+    @property
+    def state_dir(self) -> Path:
+        return self.tmp / "state"
+
+    def start(
+        self, *arguments: str, env: dict[str, str] | None = None, before: Callable[[], None] | None = None
+    ) -> subprocess.Popen[bytes]:
+        command = [
+            sys.executable, "-m", "agent", "--node", "node-a", "--state-dir", str(self.state_dir),
+            "--nvml", self.nvml,
+            "--kernel-log", f"file:{self.log}", "--sysfs", str(self.tmp / "sys"), "--insecure",
+            "--reconnect-max-s", "0.5",
+            *(() if any(a.startswith("--aggregator") for a in arguments) else ("--aggregator", self.url)), *arguments,
+        ]  # fmt: skip
+        with (self.tmp / "stderr").open("ab") as stderr:
+            process = subprocess.Popen(
+                command, cwd=ROOT, stderr=stderr, env={**os.environ, **(env or {})}, preexec_fn=before
+            )
+        self.processes.append(process)
+        return process
+
+    def write(self, *lines: str) -> None:
+        with self.log.open("a") as file:
+            file.write("".join(f"{line}\n" for line in lines))
+
+    def stderr(self) -> str:
+        return (self.tmp / "stderr").read_text()
+
+
+async def ended(process: subprocess.Popen[bytes], timeout_s: float = 10.0) -> int:
+    return await asyncio.to_thread(process.wait, timeout_s)

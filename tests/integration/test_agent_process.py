@@ -12,67 +12,14 @@ import subprocess
 import sys
 import time
 from collections import Counter
-from collections.abc import AsyncIterator, Callable, Iterator
-from dataclasses import dataclass, field
+from collections.abc import AsyncIterator, Iterator
 from pathlib import Path
 
 import psutil
 import pytest
 
 from headway.wire import Bye, Events, Frame, Hello, Refused
-from tests.integration.agent_peer import Peer
-
-ROOT = Path(__file__).parents[2]
-
-
-def xid(number: int, *, pci: int | None = None, code: int | None = None) -> str:
-    """A numbered line; no two of the first 2,500 have the same address and code."""
-    bus = number % 250 if pci is None else pci
-    return (
-        f"[{number:5d}.000000] NVRM: Xid (PCI:0000:{bus:02x}:00): {number // 250 + 1 if code is None else code}, "
-        f"pid={number}, name=python3, Ch 00000008"
-    )
-
-
-@dataclass
-class Agent:
-    """Starts the agent with everything but what a test names switched off."""
-
-    tmp: Path
-    url: str
-    log: Path
-    processes: list[subprocess.Popen[bytes]] = field(default_factory=list)
-
-    @property
-    def state_dir(self) -> Path:
-        return self.tmp / "state"
-
-    def start(
-        self, *arguments: str, env: dict[str, str] | None = None, before: Callable[[], None] | None = None
-    ) -> subprocess.Popen[bytes]:
-        command = [
-            sys.executable, "-m", "agent", "--node", "node-a", "--state-dir", str(self.state_dir), "--nvml", "off",
-            "--kernel-log", f"file:{self.log}", "--sysfs", str(self.tmp / "sys"), "--insecure",
-            "--reconnect-max-s", "0.5",
-            *(() if any(a.startswith("--aggregator") for a in arguments) else ("--aggregator", self.url)), *arguments,
-        ]  # fmt: skip
-        with (self.tmp / "stderr").open("ab") as stderr:
-            process = subprocess.Popen(
-                command, cwd=ROOT, stderr=stderr, env={**os.environ, **(env or {})}, preexec_fn=before
-            )
-        self.processes.append(process)
-        return process
-
-    def write(self, *lines: str) -> None:
-        with self.log.open("a") as file:
-            file.write("".join(f"{line}\n" for line in lines))
-
-    def stderr(self) -> str:
-        return (self.tmp / "stderr").read_text()
-
-
-async def ended(process: subprocess.Popen[bytes], timeout_s: float = 10.0) -> int:
-    return await asyncio.to_thread(process.wait, timeout_s)
+from tests.integration.agent_peer import ROOT, Agent, Peer, ended, xid
 
 
 @pytest.fixture
