@@ -146,7 +146,8 @@ _PLAIN: tuple[tuple[str, str, re.Pattern[str]], ...] = tuple(
 #: A line without any of these is noise; one scan instead of forty.
 _ANY = re.compile(
     r"NVRM|SXid|NVSwitch|GPU reset executed|nvidia-peermem|pcieport|PCIe Bus Error|DPC: |pciehp|mlx5_core|EDAC MC|mce: "
-    r"|soft lockup|blocked for more than|Kernel panic|segfault at|Killed process|EXT4-fs error|Buffer I/O error|nvme nvme"
+    r"|soft lockup|blocked for more than|Kernel panic|segfault at|Killed process|EXT4-fs error|Buffer I/O error"
+    r"|nvme nvme"
 )
 
 

@@ -159,4 +159,4 @@ def _enter(pod: Mapping[str, Any], container: Mapping[str, Any], root: Path, arg
     privileges = (
         f"--reuid={user} --regid={group} --clear-groups --no-new-privs --bounding-set=-all{keep} --inh-caps=-all{keep}"
     )
-    return f"exec chroot {root} /usr/bin/setpriv {privileges} -- {shlex.join(arguments)}"
+    return f"exec {shutil.which('chroot')} {root} /usr/bin/setpriv {privileges} -- {shlex.join(arguments)}"
