@@ -15,11 +15,12 @@ from collections.abc import Sequence
 from agent import config as configuration
 from agent.clock import SystemClock, read_boot_id
 from agent.config import AgentConfig, ConfigError
+from agent.conversation import DRAIN_S
 from agent.inventory import Inventory
 from agent.journal import Journals, StateDirBusy
 from agent.nvml_link import process_command
 from agent.recorder import Recorder
-from agent.session import DRAIN_S, Peer, Session
+from agent.session import Peer, Session
 from agent.sources import Source, kernel_log
 from agent.sources.kernel_log import FileLog, JournaldLog, KmsgLog
 from agent.sources.nvml import NvmlSource

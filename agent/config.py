@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import os
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields
@@ -13,6 +14,8 @@ from urllib.parse import urlsplit
 ENV_PREFIX = "HEADWAY_AGENT_"
 #: Sessions that one agent holds: a leader, a standby, and one more during a move.
 MAX_AGGREGATORS = 3
+#: unix(7): sun_path holds 108 bytes with the final NUL.
+MAX_SOCKET_PATH_BYTES = 107
 #: Kubernetes sets such variables for each Service of the namespace (service links); they are not ours.
 _SERVICE_LINK = re.compile(r"(_|^)(SERVICE_HOST|SERVICE_PORT(_\w+)?|PORT(_\d+_(TCP|UDP|SCTP)(_(PROTO|PORT|ADDR))?)?)$")
 _NODE_NAME = re.compile(r"[a-z0-9]([-a-z0-9.]{0,251}[a-z0-9])?")
@@ -111,6 +114,9 @@ def load(arguments: Sequence[str], environment: Mapping[str, str]) -> tuple[Agen
     if given.boot_id is not None and not _BOOT_ID.fullmatch(given.boot_id):
         raise ConfigError(f"--boot-id {given.boot_id!r}: 1 to 64 letters, digits and '-'")
     state_dir = Path(given.state_dir)
+    nvml_socket = Path(given.nvml_socket) if given.nvml_socket else state_dir / "nvml.sock"
+    if given.nvml != "off" and len(os.fsencode(nvml_socket)) > MAX_SOCKET_PATH_BYTES:
+        raise ConfigError(f"{nvml_socket}: longer than a Unix socket's path may be; give --nvml-socket a shorter one")
     return (
         AgentConfig(
             node=node,
@@ -124,7 +130,7 @@ def load(arguments: Sequence[str], environment: Mapping[str, str]) -> tuple[Agen
             sysfs=Path(given.sysfs),
             pci_interval_s=_seconds("--pci-interval-s", given.pci_interval_s, 1, 3600),
             nvml=given.nvml,
-            nvml_socket=Path(given.nvml_socket) if given.nvml_socket else state_dir / "nvml.sock",
+            nvml_socket=nvml_socket,
             nvml_probe_s=_seconds("--nvml-probe-s", given.nvml_probe_s, 0.5, 600),
             nvml_library=Path(given.nvml_library) if given.nvml_library else None,
             nvml_linger_s=_seconds("--nvml-linger-s", given.nvml_linger_s, 0, 86_400),

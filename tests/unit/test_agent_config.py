@@ -49,6 +49,7 @@ def test_arguments_win_over_variables_and_variables_over_defaults() -> None:
         (["--node", "a", "--pci-interval-s", "0"], {}, "seconds from 1 to 3600"),
         (["--node", "a", "--nvml-probe-s", "nan"], {}, "seconds from 0.5 to 600"),
         (["--node", "a", "--listen", "9400"], {}, "HOST:PORT"),
+        (["--node", "a", "--state-dir", "/" + "d" * 100], {}, "give --nvml-socket a shorter one"),
         (["--node", "a", "--boot-id", "a/b"], {}, "letters, digits"),
     ],
 )

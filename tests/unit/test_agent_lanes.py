@@ -6,8 +6,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from agent.conversation import SessionLost
 from agent.lanes import Lanes, Next
-from agent.session import SessionLost, retry_delay_s
+from agent.session import retry_delay_s
 from headway.wire import Cursor, JournalInfo
 
 
