@@ -102,6 +102,8 @@ class FakeGpu:
     remap_failure: int = 0
     sram_threshold: int = 0
     unrepairable: int = 0
+    #: The flag's struct begins with a version, as nvidia-ml-py has it; 0: as nvml.h 13.5 has it.
+    unrepairable_versioned: int = 0
     recovery_action: int = 0
     temperature_c: int = 34
     memory_temperature_c: int = 42

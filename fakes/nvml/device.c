@@ -200,8 +200,10 @@ nvmlReturn_t nvmlDeviceGetSramEccErrorStatus(nvmlDevice_t device, nvmlEccSramErr
 nvmlReturn_t nvmlDeviceGetUnrepairableMemoryFlag_v1(nvmlDevice_t device, nvmlUnrepairableMemoryStatus_v1_t *status) {
     struct gpu gpu;
     nvmlReturn_t code = enter_device(__func__, device, &gpu);
-    if (code == NVML_SUCCESS) status->bUnrepairableMemory = (unsigned int)gpu.unrepairable;
-    return code;
+    if (code != NVML_SUCCESS) return code;
+    /* Headers disagree whether a version comes before the flag; drivers of both kinds can be played. */
+    ((unsigned int *)status)[gpu.unrepairable_versioned ? 1 : 0] = (unsigned int)gpu.unrepairable;
+    return NVML_SUCCESS;
 }
 
 nvmlReturn_t nvmlDeviceGetNvLinkState(nvmlDevice_t device, unsigned int link, nvmlEnableState_t *active) {

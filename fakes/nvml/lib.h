@@ -23,7 +23,7 @@ struct gpu {
     uint64_t vol_dram_cor, vol_dram_unc, vol_sram_cor, vol_sram_unc;
     uint64_t agg_dram_cor, agg_dram_unc, agg_sram_cor, agg_sram_unc;
     uint64_t remap_cor, remap_unc, remap_pending, remap_failure;
-    uint64_t sram_threshold, unrepairable, recovery_action;
+    uint64_t sram_threshold, unrepairable, unrepairable_versioned, recovery_action;
     uint64_t temperature_c, memory_temperature_c, power_mw, energy_base_mj, energy_since_ms;
     uint64_t gpu_utilization, memory_utilization, sm_clock_mhz, memory_clock_mhz, clock_event_reasons;
     uint64_t pcie_generation, pcie_generation_max, pcie_width, pcie_width_max, pcie_replay;

@@ -29,7 +29,7 @@ static const struct key GPU_KEYS[] = {
     N(vol_dram_cor), N(vol_dram_unc), N(vol_sram_cor), N(vol_sram_unc),
     N(agg_dram_cor), N(agg_dram_unc), N(agg_sram_cor), N(agg_sram_unc),
     N(remap_cor), N(remap_unc), N(remap_pending), N(remap_failure),
-    N(sram_threshold), N(unrepairable), N(recovery_action),
+    N(sram_threshold), N(unrepairable), N(unrepairable_versioned), N(recovery_action),
     N(temperature_c), N(memory_temperature_c), N(power_mw), N(energy_base_mj), N(energy_since_ms),
     N(gpu_utilization), N(memory_utilization), N(sm_clock_mhz), N(memory_clock_mhz), N(clock_event_reasons),
     N(pcie_generation), N(pcie_generation_max), N(pcie_width), N(pcie_width_max), N(pcie_replay),

@@ -168,6 +168,16 @@ async def test_snapshot_says_all_that_the_driver_says(start: Start, fake: FakeNv
     assert snapshot.not_measured == {}
 
 
+@pytest.mark.parametrize("versioned", [0, 1])
+async def test_unrepairable_memory_in_both_layouts_of_its_struct(start: Start, fake: FakeNvml, versioned: int) -> None:
+    with fake.edit() as node:
+        for index, gpu in enumerate(node.gpus):
+            gpu.unrepairable, gpu.unrepairable_versioned = index % 2, versioned
+    async with start().listen() as listener:
+        snapshot = await listener.wait_for(Snapshot)
+    assert [gpu.unrepairable_memory for gpu in snapshot.gpus] == [False, True, False, True]
+
+
 async def test_a_call_that_hangs_is_told_and_not_killed(start: Start, fake: FakeNvml) -> None:
     running = start()
     async with running.listen() as listener:
