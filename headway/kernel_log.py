@@ -67,6 +67,9 @@ FAMILIES: dict[str, str] = {
     "nvme": "NVMe controller or timeout error",
 }
 
+#: Families that say what is, not what is wrong: never evidence against a part.
+INFORMATION = frozenset({"companion", "gsp", "gpu_uuid", "gpu_reset", "driver_load", "driver_mismatch"})
+
 _PCI = r"(?P<pci>(?:[0-9a-fA-F]{4,8}:)[0-9a-fA-F]{2}:[0-9a-fA-F]{2}(?:\.[0-7])?)"
 _FRAME = re.compile(
     r"^(?:<\d+>|\d+,\d+,(?P<usec>\d+),[^;]*;|(?=\S))"
@@ -88,6 +91,12 @@ _WORD = re.compile(r"(?P<word>Fatal|Non-fatal|Correctable)\b")
 _FABRIC = re.compile(
     r"detected NVSwitch (?P<word>fatal|non-fatal) error (?P<code>\d+) .*?pci bus id " + _PCI + r".*?port (?P<link>\d+)"
 )
+#: Where other families say how grave it is: AER ("Uncorrected (Fatal)", "severity=Correctable"), DPC ("ERR_FATAL").
+_GRAVITY = re.compile(
+    r"\((?P<a>Fatal|Non-Fatal)\)|severity=(?P<b>\w+)|AER: (?P<c>Corrected) error|ERR_(?P<d>FATAL|NONFATAL)"
+)
+_GRAVE = {"fatal": True, "non-fatal": False, "nonfatal": False, "corrected": False, "correctable": False}
+_CALLER = re.compile(r"\(pid (?P<pid>\d+)\)")
 _FATAL = {"Fatal": True, "fatal": True, "Nonfatal": False, "Non-fatal": False, "non-fatal": False, "Correctable": False}
 
 #: (family, substring that must stand in the line, pattern). The first that fits names the family; order matters.
@@ -153,8 +162,7 @@ _ANY = re.compile(
 
 def recognise(text: str) -> KernelLine | None:
     """What one line (without its line end) says, or None where it is noise. Never raises."""
-    raw = text
-    text = text[:MAX_LINE_CHARS]
+    text = raw = text[:MAX_LINE_CHARS]
     if _ANY.search(text) is None:
         return None
     line = _xid(text, raw) or _sxid(text, raw) or _fabric(text, raw) or _plain(text, raw)
@@ -244,16 +252,24 @@ def _plain(text: str, raw: str) -> KernelLine | None:
         if found is None:
             continue
         groups = found.groupdict()
+        pid = groups.get("pid") or (caller["pid"] if (caller := _CALLER.search(text)) else None)
         return KernelLine(
             family=family,
             raw=raw,
             pci=normal_pci(groups["pci"]) if groups.get("pci") else None,
-            pid=int(groups["pid"]) if groups.get("pid") else None,
+            pid=int(pid) or None if pid else None,
             process=groups.get("process"),
+            fatal=_gravity(text) if family in ("aer", "dpc") else None,
             uuid=groups.get("uuid"),
             driver_version=groups.get("driver_version"),
         )
     return None
+
+
+def _gravity(text: str) -> bool | None:
+    found = _GRAVITY.search(text)
+    word = next((word for word in found.groups() if word), "") if found else ""
+    return _GRAVE.get(word.lower())
 
 
 class ReadLine(msgspec.Struct, frozen=True):
