@@ -6,6 +6,7 @@ and `Level` are ordered: `max(Verdict.WATCH, Verdict.FAILED)` is FAILED, whateve
 
 from __future__ import annotations
 
+import functools
 from enum import StrEnum
 
 
@@ -14,19 +15,29 @@ class _Ordered(StrEnum):
 
     @property
     def rank(self) -> int:
-        return list(type(self)).index(self)
+        return _ranks(type(self))[self]
+
+    def _other(self, other: str) -> int:
+        kind = type(self)
+        return _ranks(kind)[other if type(other) is kind else kind(other)]
 
     def __lt__(self, other: str, /) -> bool:
-        return self.rank < type(self)(other).rank
+        return self.rank < self._other(other)
 
     def __le__(self, other: str, /) -> bool:
-        return self.rank <= type(self)(other).rank
+        return self.rank <= self._other(other)
 
     def __gt__(self, other: str, /) -> bool:
-        return self.rank > type(self)(other).rank
+        return self.rank > self._other(other)
 
     def __ge__(self, other: str, /) -> bool:
-        return self.rank >= type(self)(other).rank
+        return self.rank >= self._other(other)
+
+
+@functools.cache
+def _ranks(kind: type[_Ordered]) -> dict[str, int]:
+    """Folds compare verdicts very often: the order is looked up, not searched."""
+    return {member: number for number, member in enumerate(kind)}
 
 
 class Verdict(_Ordered):

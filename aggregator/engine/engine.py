@@ -1,0 +1,341 @@
+"""The engine: inputs in, effects out; on request what should stand on a node, and why. Dispatch only.
+
+    engine = Engine(names, started_s)
+    engine.handle(input)                     -> effects: Dirty nodes, Records
+    engine.absorb(node, group, rows, columns, data, at_s)     newest values, returns nothing
+    engine.sweep(nodes, now), engine.due(now)-> effects, because time has passed
+    engine.desired(node, now)                -> DesiredNode | None
+    engine.node_views(now) ...               -> read-only structs for API and commands
+    engine.snapshot(), Engine.restored(...)
+
+Pure: no clock, no randomness, no I/O. What is known is a function of the *set* of inputs (see `fleet`, `evidence`);
+everything else here is a cache of what follows from it at some `now`.
+"""
+
+from __future__ import annotations
+
+import heapq
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+
+from aggregator.engine import snapshot, views
+from aggregator.engine.admission import Admissions
+from aggregator.engine.assess import Assessment, assess, holds_slot, wants_out
+from aggregator.engine.bursts import RowBook
+from aggregator.engine.columns import Columns
+from aggregator.engine.desired import desired_node
+from aggregator.engine.fleet import NodeFacts
+from aggregator.engine.inputs import (
+    AgentConnected,
+    AgentEvent,
+    AgentGone,
+    BackfillDone,
+    DesiredNode,
+    Dirty,
+    Effect,
+    EventsLost,
+    Input,
+    NodeGone,
+    NodeSeen,
+    NodeView,
+    PolicyLoaded,
+    Record,
+)
+from aggregator.engine.policy import Policy, Pool
+from aggregator.engine.policy_load import load_policy
+from aggregator.engine.words import Verdict
+from headway.names import Names
+
+#: Agents report each second up to so many nodes, and every five seconds above (section 5 of the design).
+FAST_NODES = 2048
+PACE_S = 1.0
+SLOW_PACE_S = 5.0
+MIN_STALE_S = 10.0
+#: A node that is gone, and whose agent is too, is forgotten after this.
+FORGET_GONE_S = 3600.0
+SHIPPED = PolicyLoaded(-1.0, "version: 1\n", "shipped")
+
+
+@dataclass(slots=True)
+class _Node:
+    facts: NodeFacts
+    pool: Pool
+    assessment: Assessment | None = None
+    #: Verdicts as last recorded, and whether the node was silent for too long when last looked at.
+    told: dict[str, Verdict] | None = None
+    unmonitored: bool = False
+
+
+class Engine:
+    def __init__(self, names: Names, started_s: float) -> None:
+        self._names = names
+        self._started_s = started_s
+        self._nodes: dict[str, _Node] = {}
+        self._columns = Columns()
+        self._admissions = Admissions()
+        self._loaded: PolicyLoaded | None = None
+        self._use(SHIPPED)
+        self._due: list[tuple[float, str]] = []
+        self._pending: set[str] = set()
+
+    # --- inputs ------------------------------------------------------------------------------------------------------
+    def handle(self, item: Input) -> list[Effect]:
+        """Take one input in. Raises PolicyError for a policy that `load_policy` would have refused."""
+        match item:
+            case PolicyLoaded():
+                return self._policy_loaded(item)
+            case NodeSeen():
+                return self._node_seen(item)
+            case NodeGone():
+                return self._node_gone(item)
+        node = self._node(item.node)
+        now = item.received_s if isinstance(item, AgentEvent) else item.at_s
+        news = True
+        match item:
+            case AgentConnected():
+                node.facts.connect(item)
+            case AgentGone():
+                node.facts.disconnect(item)
+            case BackfillDone():
+                node.facts.backfilled(item)
+            case EventsLost():
+                node.facts.lose(item)
+            case AgentEvent():
+                news = node.facts.take(item)
+        node.assessment = None
+        if not news:  # it only adds to a burst: judged when the node is looked at next
+            return self._effects({item.node})
+        return self._look(node, now, {item.node})
+
+    def absorb(
+        self, node: str, group: str, rows: tuple[str, ...], columns: tuple[str, ...], data: bytes, at_s: float
+    ) -> None:
+        """Newest values of a group: `data` = rows x columns little-endian f64, NaN = not measured. Latest wins."""
+        self._columns.absorb(node, group, rows, columns, data, at_s)
+
+    def _policy_loaded(self, item: PolicyLoaded) -> list[Effect]:
+        have = self._loaded
+        if have is not None and (item.at_s, item.text, item.file) <= (have.at_s, have.text, have.file):
+            return []
+        self._loaded = item
+        self._use(item)
+        self._admissions.disturb()
+        effects: list[Effect] = []
+        for node in self._nodes.values():
+            node.assessment = None
+            self._place(node)
+            if node.facts.evidence or node.facts.firsts:
+                effects += self._look(node, item.at_s, set())
+        return [*effects, *self._effects(set(self._nodes))]
+
+    def _use(self, item: PolicyLoaded) -> None:
+        self._policy = load_policy(item.text, item.file)
+        self._book = RowBook(self._policy)
+        self._pools = {pool.name: pool for pool in (*self._policy.pools, self._policy.default)}
+
+    def _node_seen(self, item: NodeSeen) -> list[Effect]:
+        node = self._node(item.node.name)
+        before = node.facts.seen.node if node.facts.seen is not None and node.facts.present else None
+        node.facts.see(item)
+        assert node.facts.seen is not None
+        after = node.facts.seen.node
+        if not node.facts.present:
+            return []
+        if before is not None and _read(before, self._names) == _read(after, self._names):
+            return []
+        node.assessment = None
+        self._place(node)
+        return self._look(node, item.at_s, {after.name})
+
+    def _node_gone(self, item: NodeGone) -> list[Effect]:
+        node = self._node(item.name)
+        node.facts.see_gone(item)
+        if node.facts.present:
+            return []
+        node.assessment = None
+        self._admissions.remove(item.name)
+        return self._effects({item.name})
+
+    def _node(self, name: str) -> _Node:
+        node = self._nodes.get(name)
+        if node is None:
+            node = self._nodes[name] = _Node(NodeFacts(name), self._policy.default)
+        return node
+
+    def _place(self, node: _Node) -> None:
+        """Find the node's pool anew."""
+        seen = node.facts.seen
+        node.pool = self._policy.pool_for(seen.node.labels) if seen is not None else self._policy.default
+        if seen is not None and node.facts.present:
+            self._admissions.place(seen.node, node.pool)
+
+    # --- judging -----------------------------------------------------------------------------------------------------
+    def _assessed(self, node: _Node, now: float) -> Assessment:
+        """The node's assessment at `now`, from the cache where neither facts nor time have changed it."""
+        have = node.assessment
+        if have is not None and (have.next_s is None or now < have.next_s):
+            return have
+        facts = node.facts
+        made = node.assessment = assess(facts, self._book, node.pool, self._names, now)
+        if made.next_s is not None:
+            heapq.heappush(self._due, (made.next_s, facts.name))
+        wanted = wants_out(facts, made, self._names)
+        if wanted and facts.seen is not None:
+            word = any(one.drivers_word for one in wanted)
+            chance = made.interrupts(one.part for one in wanted)
+            self._admissions.want(facts.name, (holds_slot(facts.seen.node, self._names), word, chance))
+        else:
+            self._admissions.want(facts.name, None)
+        return made
+
+    def _look(self, node: _Node, now: float, dirty: set[str]) -> list[Effect]:
+        """Judge the node anew; verdicts that changed are Records."""
+        made = self._assessed(node, now)
+        verdicts = {part: judged.verdict for part, judged in made.parts.items() if judged.verdict > Verdict.HEALTHY}
+        records: list[Effect] = []
+        told = node.told or {}
+        if verdicts != told:
+            for part in sorted({*verdicts, *told}):
+                before, after = told.get(part, Verdict.HEALTHY), verdicts.get(part, Verdict.HEALTHY)
+                if before is not after:
+                    worst = made.of(part).worst
+                    detail = f"{before} -> {after}" + (f": {worst.what}" if worst is not None else "")
+                    records.append(Record(now, node.facts.name, part, "verdict", detail))
+            dirty = dirty | {node.facts.name}
+            node.told = verdicts
+        return [*records, *self._effects(dirty)]
+
+    def _effects(self, dirty: set[str]) -> list[Effect]:
+        dirty = dirty | self._admissions.settle(self._pools) | self._pending
+        self._pending.clear()
+        return [Dirty(frozenset(dirty))] if dirty else []
+
+    def sweep(self, nodes: Sequence[str], now: float) -> list[Effect]:
+        """Look at these nodes because time has passed. Well below 10 ms for 64 nodes."""
+        effects: list[Effect] = []
+        dirty: set[str] = set()
+        for name in nodes:
+            node = self._nodes.get(name)
+            if node is None:
+                continue
+            facts = node.facts
+            if facts.gone is not None and not facts.present and not facts.online and _old(facts, now):
+                del self._nodes[name]
+                self._columns.forget(name)
+                continue
+            had = node.assessment
+            if had is None or (had.next_s is not None and had.next_s <= now):
+                effects += self._look(node, now, {name})
+            unmonitored = self._unmonitored(node, now)
+            if unmonitored != node.unmonitored:
+                node.unmonitored = unmonitored
+                dirty.add(name)
+        return [*effects, *self._effects(dirty)]
+
+    def due(self, now: float) -> list[str]:
+        """Nodes whose verdict time alone may have changed: to be swept at once."""
+        found: set[str] = set()
+        while self._due and self._due[0][0] <= now:
+            found.add(heapq.heappop(self._due)[1])
+        return sorted(found)
+
+    # --- outputs -----------------------------------------------------------------------------------------------------
+    def desired(self, node: str, now: float) -> DesiredNode | None:
+        """What should stand on the node; None: nothing is known of it, so nothing is to be touched."""
+        known = self._nodes.get(node)
+        if known is None or known.facts.seen is None:
+            return None
+        made = self._assessed(known, now)
+        self._pending |= self._admissions.settle(self._pools) - {node}
+        return desired_node(
+            known.facts,
+            made,
+            self._names,
+            self._policy.hash,
+            held_back=self._admissions.held_back(node),
+            unmonitored=self._unmonitored(known, now),
+            told_since_s=self._started_s,
+        )
+
+    @property
+    def policy(self) -> Policy | None:
+        """The policy in force; None: only the shipped rows, no policy was given yet."""
+        return self._policy if self._loaded is not None else None
+
+    def _stale_after_s(self, node: _Node) -> float:
+        if node.pool.stale_after_s is not None:
+            return node.pool.stale_after_s
+        pace_s = PACE_S if len(self._nodes) <= FAST_NODES or node.facts.evidence else SLOW_PACE_S
+        return max(MIN_STALE_S, 3.0 * pace_s)
+
+    def _unmonitored(self, node: _Node, now: float) -> bool:
+        if node.facts.connected is None:
+            return False
+        table_s = self._columns.tables["gpu"].at_s(node.facts.name)
+        times = [table_s, node.facts.newest_s, node.facts.connected.at_s]
+        return now - max(one for one in times if one is not None) > node.pool.unmonitored_after_s
+
+    # --- views -------------------------------------------------------------------------------------------------------
+    def _window(self, node: _Node, now: float) -> views.Window:
+        return views.Window(
+            node.facts,
+            self._assessed(node, now),
+            self._admissions.held_back(node.facts.name),
+            self._stale_after_s(node),
+            self._names,
+            self._policy.priors,
+            self._policy.hash,
+            self._columns,
+            now,
+        )
+
+    def _windows(self, now: float) -> Iterator[views.Window]:
+        for name in sorted(self._nodes):
+            yield self._window(self._nodes[name], now)
+
+    def node_views(self, now: float) -> Iterator[views.NodeStatus]:
+        return (views.node_status(window) for window in self._windows(now))
+
+    def gpu_views(self, now: float) -> Iterator[views.GpuStatus]:
+        return (gpu for window in self._windows(now) for gpu in views.gpu_statuses(window))
+
+    def verdict_views(self, now: float) -> Iterator[views.VerdictStatus]:
+        """Parts that are not HEALTHY, or that people decided about."""
+        return (one for window in self._windows(now) for one in views.verdict_statuses(window))
+
+    def why(self, node: str, part: str | None, now: float) -> views.Why | None:
+        """`part`: `gpu-N`, UUID, PCI address or `node`; None: every part that evidence names. None: not known."""
+        known = self._nodes.get(node)
+        return views.why(self._window(known, now), part) if known is not None else None
+
+    def pool_views(self, now: float) -> Iterable[views.PoolStatus]:
+        for name, pool in self._pools.items():
+            nodes, admission = self._admissions.of_pool(name)
+            held = tuple(sorted(admission.held_back))
+            limit = pool.max_out.limit(nodes)
+            yield views.PoolStatus(name, pool.level, nodes, limit, admission.out, len(held), held)
+
+    # --- memory ------------------------------------------------------------------------------------------------------
+    def snapshot(self) -> bytes:
+        return snapshot.to_bytes(self._loaded, (node.facts for node in self._nodes.values()))
+
+    @classmethod
+    def restored(cls, names: Names, started_s: float, data: bytes) -> Engine:
+        """An engine that knows what was in the snapshot. Raises ValueError, and PolicyError for its policy."""
+        memory = snapshot.from_bytes(data)
+        engine = cls(names, started_s)
+        if memory.policy is not None:
+            engine._policy_loaded(memory.policy)
+        for facts in memory.nodes:
+            engine._nodes[facts.name] = _Node(facts, engine._policy.default)
+        return engine
+
+
+def _read(view: NodeView, names: Names) -> tuple[object, ...]:
+    """What headway reads of a view: where this is the same, nothing follows from the new one."""
+    ours = next((one for one in view.conditions if one.type == names.condition), None)
+    return (view.uid, view.labels, view.annotations, view.taints, view.unschedulable, view.ready, ours)
+
+
+def _old(facts: NodeFacts, now: float) -> bool:
+    return facts.gone is not None and now - facts.gone.at_s > FORGET_GONE_S
