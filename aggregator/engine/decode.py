@@ -116,6 +116,22 @@ def decode(line: KernelLine, driver_version: str | None = None) -> Decoded:
     return Decoded()
 
 
+def subcode_of(line: KernelLine) -> str | None:
+    """The sub-code by which policy rows know the line, where the code alone does not say enough.
+
+    An SXID, a fabric manager's or an AER line: the gravity it prints, `fatal` or `nonfatal`. XID 154: the recovery
+    action that the driver asks for now. `off_bus`: `fallen` where one line says of one address that it has; the first
+    line of the three-line notice is the same for GPUs that are merely not supported. Else what is printed (144-150).
+    """
+    if line.family in ("sxid", "fabric_manager", "aer", "dpc") and line.fatal is not None:
+        return "fatal" if line.fatal else "nonfatal"
+    if line.family == "xid" and line.code == 154:
+        return decode(line).recovery_action
+    if line.family == "off_bus":
+        return "fallen" if line.pci is not None and "fallen off the bus" in line.raw[:MAX_LINE_CHARS] else None
+    return line.subcode
+
+
 def _unit_13(text: str) -> str | None:
     found = _UNIT_13.search(text)
     return " ".join(f"{key.upper()} {value}" for key, value in found.groupdict().items() if value) if found else None

@@ -15,6 +15,7 @@ from collections.abc import Iterator
 
 import msgspec
 
+from aggregator.engine.decode import subcode_of
 from aggregator.engine.policy import Policy, Row
 from aggregator.engine.policy_load import load_policy
 from headway.wire import Event, Repeats
@@ -57,7 +58,7 @@ def kind_of(event: Event) -> Kind:
     match event.kind:
         case "kernel_line" if line is not None:
             code = "" if line.code is None else str(line.code)
-            return (line.family, code, subcode_of(event), -1 if line.link is None else line.link)
+            return (line.family, code, subcode_of(line) or "", -1 if line.link is None else line.link)
         case "state":
             return ("nvml", event.name or "", (event.value or "").lower(), -1)
         case "source":
@@ -65,16 +66,6 @@ def kind_of(event: Event) -> Kind:
         case "slot":
             return (SLOT_FAMILY, "", event.value or "", -1)
     raise ValueError(f"an event of kind {event.kind!r} is no evidence")
-
-
-def subcode_of(event: Event) -> str:
-    """Subcode of a kernel line as policy rows know it; an SXID's is the word it prints."""
-    line = event.line
-    if line is None:
-        return ""
-    if line.family == "sxid" and line.fatal is not None:
-        return "fatal" if line.fatal else "nonfatal"
-    return line.subcode or ""
 
 
 @functools.cache

@@ -21,6 +21,7 @@ from aggregator.engine.inputs import (
     NodeGone,
     NodeSeen,
 )
+from headway.kernel_log import INFORMATION
 from headway.wire import Epoch, Event, GpuInfo
 
 MAX_GPUS_PER_NODE = 256
@@ -235,6 +236,8 @@ class NodeFacts(msgspec.Struct):
                 self._source(item)
                 if event.name != "nvml":
                     return False
+            case "kernel_line" if event.line is None or event.line.family in INFORMATION:
+                return False
         address = self._address(event)
         if event.kind == "state" and event.uuid and event.epoch is not None:
             self.enter(event.uuid, event.epoch, item.at_s)

@@ -87,7 +87,7 @@ def _class(name: str, prior: float, terms: list[Term]) -> ClassHazard:
 
 
 def _evidence_terms(items: Sequence[Item], now: float) -> dict[FaultClass, list[Term]]:
-    """By class, beta times weight, once per kind of evidence: equal evidence does not add up, the newest weighs most."""
+    """By class, beta times weight, once per kind of evidence: equal ones do not add up, the newest weighs most."""
     best: dict[tuple[FaultClass, str], float] = {}
     for item in items:
         burst = item.burst

@@ -14,14 +14,16 @@ from typing import Annotated, Literal
 import msgspec
 from msgspec import Meta
 
+from aggregator.engine.decode import subcode_of
 from aggregator.engine.words import Action, ClearsBy, FaultClass, Fence, Job, Level, Scope, Verdict
+from headway import kernel_log
 from headway.kernel_log import KernelLine
 
 #: Family of the one row that holds for evidence of which no other row knows anything.
 UNKNOWN_FAMILY = "unknown"
 #: Family of the driver's own flags, read from NVML.
 NVML_FAMILY = "nvml"
-FAMILIES = (UNKNOWN_FAMILY, NVML_FAMILY, "xid", "sxid")
+FAMILIES = (UNKNOWN_FAMILY, NVML_FAMILY, *sorted(kernel_log.FAMILIES.keys() - kernel_log.INFORMATION))
 
 #: Name of the pool of all nodes that no pool selects.
 DEFAULT_POOL = "default"
@@ -237,11 +239,8 @@ class Policy(msgspec.Struct, frozen=True, kw_only=True):
         raise LookupError(f"the shipped rows have no row of family {UNKNOWN_FAMILY!r}")
 
     def row_for_line(self, line: KernelLine, driver_version: str | None = None) -> Row:
-        """The row of a kernel line. An SXID's subcode is the word it prints: `fatal`, `nonfatal`, or none at all."""
-        subcode = line.subcode
-        if line.family == "sxid":
-            subcode = None if line.fatal is None else "fatal" if line.fatal else "nonfatal"
-        return self.row_for(line.family, line.code, subcode, driver_version)
+        """The row of a kernel line."""
+        return self.row_for(line.family, line.code, subcode_of(line), driver_version)
 
 
 def driver_key(version: str) -> tuple[int, ...]:
