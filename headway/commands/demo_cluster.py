@@ -220,4 +220,8 @@ class LocalCluster:
         return [*agents, *([self.aggregator] if self.aggregator is not None else [])]
 
     async def stop(self) -> None:
+        for host in self.hosts.values():
+            # A hang ends first: the NVML process is asked to end, and is not inside a call for ever.
+            with host.hardware.nvml.edit() as driver:
+                driver.clear_rules()
         await asyncio.gather(*(child.stop() for child in self.children()))

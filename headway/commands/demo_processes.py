@@ -72,8 +72,6 @@ class Child:
         """Ask, wait, and where that is in vain end the whole session of the process."""
         if self.alive:
             self.process.terminate()
-            try:
+            with contextlib.suppress(subprocess.TimeoutExpired):
                 await asyncio.to_thread(self.process.wait, deadline_s)
-            except subprocess.TimeoutExpired:
-                pass  # told apart below: whatever is left of the session is ended
         self.kill()
