@@ -201,5 +201,3 @@ async def _faults(
         return None
     finally:
         await injector.stop()
-
-
