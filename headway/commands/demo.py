@@ -57,8 +57,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.epilog = (
         "Exit codes: 0 every harmful fault was published and cleared when it should, and nothing healthy was blamed;\n"
         "1 otherwise, and the summary says what; 2 the demo could not run; 130 ended by Ctrl-C.\n"
-        "--json: {seed, nodes, gpus, level, first_taint_s, faults: [{kind, node, uuid, harmful, published_s, cleared_s,\n"
-        "ok}], blamed: [{node, uuid, verdict}], ok, kubeconfig}; times are seconds after the fault, null = never."
+        "--json: {seed, nodes, gpus, level, first_taint_s, faults: [{kind, node, uuid, harmful, published_s,\n"
+        "cleared_s, ok}], blamed: [{node, uuid, verdict}], ok, kubeconfig}; times are seconds after the fault, null = never."
     )
 
 
@@ -69,6 +69,7 @@ def run(args: argparse.Namespace) -> int:
     seed = args.seed if args.seed is not None else random.SystemRandom().randrange(10_000)
     folder = args.dir or Path(tempfile.mkdtemp(prefix="headway-demo-"))
     try:
+        folder.mkdir(parents=True, exist_ok=True)
         return asyncio.run(_run(args, seed, folder.resolve()))
     except (DemoError, ChildEnded, KubeConfigError, KubeError, Unreachable, OSError, ValueError) as error:
         print(f"headway demo: {error}", file=sys.stderr)
@@ -84,7 +85,6 @@ async def _run(args: argparse.Namespace, seed: int, folder: Path) -> int:
     loop = asyncio.get_running_loop()
     for number in (signal.SIGINT, signal.SIGTERM):
         loop.add_signal_handler(number, stop.set)
-    folder.mkdir(parents=True, exist_ok=True)
     async with contextlib.AsyncExitStack() as stack:
         kubeconfig = args.kubeconfig or await _embedded(stack, folder)
         client = await stack.enter_async_context(await KubeClient.connect(kubeconfig))
@@ -177,7 +177,7 @@ async def _faults(
 ) -> Summary | None:
     """Inject, watch, and wait until all that should happen has, or its time is over. None: ended by a signal."""
     folders = [host.hardware.directory for host in cluster.hosts.values()]
-    command = [
+    command: list[str | Path] = [
         "fakes.faults", "--nodes", *folders, "--gpus", str(args.gpus_per_node), "--truth", judge.truth_file,
         "--seed", str(seed), "--seconds", str(args.seconds),
     ]  # fmt: skip
