@@ -31,7 +31,7 @@ class Core:
         self.engine = Engine(names, clock.now())
         self.version = 0
         self.on_dirty: Callable[[Iterable[str]], None] = lambda nodes: None
-        self.on_reply: Callable[[str, Frame], None] = lambda node, frame: None
+        self.on_reply: Callable[[str, Frame], object] = lambda node, frame: None
         self._names = names
         self._clock = clock
         self._readings = readings

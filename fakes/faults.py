@@ -26,6 +26,8 @@ from fakes.nvml_state import RecoveryAction
 KINDS = ("row_remap_failure", "off_the_bus", "uncontained_memory", "application_xid", "driver_hang")
 #: The reset comes this long after an uncontained memory error.
 RESET_AFTER_S = 6.0
+#: Whoever looks once a second has seen what was done before.
+SEEN_AFTER_S = 3.0
 
 
 @dataclass(frozen=True)
@@ -114,8 +116,9 @@ def main() -> int:
 
         for due_s, (kind, node, index) in zip(gaps, chosen, strict=True):
             if kind == "driver_hang":
-                # Resets of its own node could not be seen once NVML hangs.
+                # Nothing of this node's other faults and resets could be seen once NVML hangs.
                 reset_due(float("inf"))
+                time.sleep(SEEN_AFTER_S)
             reset_due(due_s)
             time.sleep(max(0.0, began_s + due_s - time.monotonic()))
             fault = inject(kind, node, index)

@@ -87,7 +87,7 @@ class Api:
 
     async def policy(self, request: web.Request) -> web.Response:
         return self._body(
-            {"policy": self._a.policy.state, "pools": self._a.core.engine.pool_views(self._a.clock.now())}
+            {"policy": self._a.policy.state, "pools": list(self._a.core.engine.pool_views(self._a.clock.now()))}
         )
 
     async def healthz(self, request: web.Request) -> web.Response:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import secrets
 import uuid
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from datetime import UTC, datetime, timedelta
 from typing import Any
@@ -238,7 +238,7 @@ class Api:
         meta = namespace["metadata"] | {"deletionTimestamp": stamp()}
         return self.store.put(NAMESPACES, namespace | {"metadata": meta, "status": {"phase": "Terminating"}})
 
-    def delete_all(self, resource: Resource, matches: Predicate, wish: Obj, options: Options) -> list[Obj]:
+    def delete_all(self, resource: Resource, matches: Predicate, wish: Obj, options: Options) -> Sequence[Obj]:
         found = self.list(resource, matches)
         for obj in found:
             self.delete(resource, obj["metadata"].get("namespace", ""), obj["metadata"]["name"], wish, options)

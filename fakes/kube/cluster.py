@@ -53,7 +53,7 @@ class Cluster:
     async def run(self) -> None:
         """Until cancelled."""
         while True:
-            soon = [when for when in self._stops.values()]
+            soon = list(self._stops.values())
             delay_s = max(0.0, min(soon) - asyncio.get_running_loop().time()) if soon else None
             try:
                 await asyncio.wait_for(self._dirty.wait(), delay_s)
@@ -196,7 +196,7 @@ class Cluster:
 
     def _unschedulable(self, pod: Obj, message: str) -> None:
         conditions = pod["status"].get("conditions", [])
-        old = next((one for one in conditions if one["type"] == "PodScheduled"), {})
+        old: Obj = next((one for one in conditions if one["type"] == "PodScheduled"), {})
         if old.get("message") == message:
             return
         condition = {

@@ -64,7 +64,7 @@ class Faults:
 
     def set(self, wish: Any) -> None:
         """`{"delay_s": 0.1, "fail": 3, "status": 429, "path": "/nodes", "drop_watches": true}`; ApiStatus 400."""
-        known = {"delay_s": (int, float), "fail": int, "status": int, "path": str, "drop_watches": bool}
+        known: dict[str, Any] = {"delay_s": (int, float), "fail": int, "status": int, "path": str, "drop_watches": bool}
         if not isinstance(wish, dict) or not wish.keys() <= known.keys():
             raise ApiStatus(400, f"faults: an object with some of {', '.join(known)}")
         for name, value in wish.items():

@@ -99,10 +99,9 @@ def target_of(method: str, path: str, watch: bool) -> Target | None:
     known_sub = resource is not None and (not sub or any(one.name == sub for one in resource.subresources))
     if resource is None or more or not known_sub or (namespace is not None and not resource.namespaced):
         raise no_such_path()
+    verb = _VERBS.get((method, bool(name)), "")
     if sub and sub != "status":
         verb = "create" if method == "POST" else ""
-    else:
-        verb = _VERBS.get((method, bool(name)), "")
     if verb == "list" and watch:
         verb = "watch"
     unplaced = resource.namespaced and namespace is None and verb not in ("list", "watch")

@@ -26,7 +26,7 @@ Key = tuple[str, str]  # namespace ("" for kinds without), name
 
 @dataclass(frozen=True, slots=True)
 class Change:
-    """`old` is the object before, None for a new one; for DELETED `new` is the last state with the deletion's version."""
+    """`old` is the object before, None for a new one; for DELETED `new` is the last state at the deletion's version."""
 
     version: int
     type: Literal["ADDED", "MODIFIED", "DELETED"]

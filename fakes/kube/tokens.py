@@ -96,7 +96,7 @@ class Tokens:
             "nbf": issued,
             "sub": f"system:serviceaccount:{meta['namespace']}:{meta['name']}",
         }
-        return self.sign(claims), float(claims["exp"])
+        return self.sign(claims), float(str(claims["exp"]))
 
     def _node_of(self, pod: Obj) -> Obj | None:
         name = pod["spec"].get("nodeName")

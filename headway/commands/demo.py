@@ -58,7 +58,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "Exit codes: 0 every harmful fault was published and cleared when it should, and nothing healthy was blamed;\n"
         "1 otherwise, and the summary says what; 2 the demo could not run; 130 ended by Ctrl-C.\n"
         "--json: {seed, nodes, gpus, level, first_taint_s, faults: [{kind, node, uuid, harmful, published_s,\n"
-        "cleared_s, ok}], blamed: [{node, uuid, verdict}], ok, kubeconfig}; times are seconds after the fault, null = never."
+        "cleared_s, ok}], blamed: [{node, uuid, verdict}], ok, kubeconfig}; times are seconds after the\n"
+        "fault, null = never."
     )
 
 

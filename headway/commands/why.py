@@ -85,6 +85,8 @@ def show_part(console: Console, node: str, part: dict[str, Any], at_s: float) ->
         decided = part["override"]
         console.print(f"  decided by people: {decided['decision']} ({decided['reason'] or 'no reason given'})")
     for item in part["evidence"]:
+        if item["floor"] == "HEALTHY" and item["what"] in ("gpu present", "nvml ok"):
+            continue  # what ends evidence, not what makes it
         times = f" x{item['count']}" if item["count"] > 1 else ""
         console.print(f"  {clock(item['when'])}  {item['what']}{times} -> {item['counts_as']}")
         if item["raw"]:

@@ -256,7 +256,7 @@ def test_agent_and_aggregator_run_from_the_tree_as_the_manifests_say(
         def reported() -> bool:
             status, body = get("http://127.0.0.1:9480/v1/nodes")
             nodes = {item["node"]: item for item in json.loads(body)["items"]} if status == 200 else {}
-            return nodes.get(running.node, {}).get("freshness") == "fresh"
+            return bool(nodes.get(running.node, {}).get("freshness") == "fresh")
 
         wait_until(reported, 30, "the agent's report reached the aggregator")
         assert (tmp_path / "agent-state").iterdir()
