@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import uuid
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from typing import Any
@@ -325,7 +325,7 @@ def _json(obj: Any, code: int, headers: Mapping[str, str]) -> web.Response:
     return web.Response(body=body, status=code, headers=headers, content_type="application/json")
 
 
-def _list_of(resource: Resource, items: list[Obj], meta: Obj) -> Obj:
+def _list_of(resource: Resource, items: Sequence[Obj], meta: Obj) -> Obj:
     shown_items = [{k: v for k, v in shown(resource, one).items() if k not in ("kind", "apiVersion")} for one in items]
     head = {"kind": f"{resource.kind}List", "apiVersion": resource.api_version, "metadata": meta}
     return {**head, "items": shown_items}
