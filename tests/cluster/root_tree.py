@@ -105,18 +105,24 @@ def start(
     script = "\n".join(
         [*_root(work / f"{name}-root", tree, mounts), _enter(pod, container, work / f"{name}-root", arguments)]
     )
-    environment = {
-        "PATH": "/usr/bin:/bin",
-        "PYTHONPATH": "/opt/headway",
-        "PYTHONDONTWRITEBYTECODE": "1",
-        "PYTHONUNBUFFERED": "1",
-        **values,
-    }
+    environment = {"PATH": "/usr/bin:/bin", **_image_environment(), **values}
     unshare = shutil.which("unshare")
     assert unshare
     return Daemon(
         name, [unshare, "--mount", "--propagation", "private", "sh", "-ec", script], work / f"{name}.log", environment
     )
+
+
+def _image_environment() -> dict[str, str]:
+    """The ENV lines of the Dockerfiles, which are the same in both."""
+    lines = {
+        line.removeprefix("ENV ")
+        for image in KEPT
+        for line in (REPOSITORY / f"daemonset/Dockerfile.{image}").read_text().splitlines()
+        if line.startswith("ENV ")
+    }
+    (line,) = lines
+    return dict(word.split("=", 1) for word in shlex.split(line))
 
 
 def _substitute(text: str, values: Mapping[str, str]) -> str:
