@@ -55,7 +55,9 @@ async def test_fence_reset_and_replacement(
         await run.tainted(well)
         waiting = gpu_pod(control_plane, namespace, "two", pool)
         why = await asyncio.to_thread(control_plane.wait_unschedulable, waiting)
-        assert "headway.dev/fault" in why
+        assert "untolerated taint" in why
+        condition = next(c for c in run.node(well)["status"]["conditions"] if c["type"] == "headway.dev/GPUsHealthy")
+        assert "xid 95" in condition["message"] or "recovery_action reset" in condition["message"]
         run.host(sick).hardware.reset(uuid)
         await run.untainted(sick)
         pod = await asyncio.to_thread(control_plane.wait_running, waiting)
@@ -297,7 +299,9 @@ async def test_a_token_that_is_not_this_nodes_is_refused(
         run.cluster.start_agent(other)
         agent = run.cluster.start_agent(node)
         await run.ready([other])
-        await run.until(lambda: "Bye" in agent.log.read_text() or "refus" in agent.log.read_text().lower(), "refused")
+        await run.until(
+            lambda: any(word in agent.log.read_text() for word in ("said bye: unauthorized", "another_node")), "refused"
+        )
         uncontained(run, node)
         await asyncio.sleep(2.0)
         assert run.effects(node) == []
