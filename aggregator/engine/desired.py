@@ -140,7 +140,7 @@ def sentence(facts: NodeFacts, one: Publishable) -> str:
     judged = one.judged
     worst = judged.worst if judged is not None else None
     what = worst.what if worst is not None else "published earlier"
-    clears = clears_by(worst.burst if worst is not None else None)
+    clears = clears_by(judged.lasting.burst if judged is not None and judged.lasting is not None else None)
     action = f" Recommended: {judged.action}." if judged is not None and judged.action != "none" else ""
     return (
         f"{place(facts, one.part)} is {one.memory.verdict}: {what} ({class_name(one.memory.fault_class)})."

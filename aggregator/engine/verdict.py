@@ -106,7 +106,10 @@ class Judged:
     drivers_word: bool = False
     #: The first time of the driver's own word that holds now, for what may act while a node warms up.
     word_s: float | None = None
+    #: What names the verdict: of all that holds it, the most trusted and earliest.
     worst: Item | None = None
+    #: What ends it last: of all that holds it, the hardest to clear.
+    lasting: Item | None = None
     items: tuple[Item, ...] = ()
     next_s: float | None = None
 
@@ -148,12 +151,13 @@ def judge(bursts: Sequence[Burst], setting: Setting, now: float) -> Judged:
         verdict=verdict,
         since_s=since_s,
         fault_class=worst.fault_class,
-        action=worst.action,
+        action=max(item.action for item in holding),
         until_s=_release(holding, verdict),
         doublings=max(item.doublings for item in holding),
         drivers_word=bool(words),
         word_s=max(words, default=None),
         worst=worst,
+        lasting=max(holding, key=lambda item: item.burst.row.clears_by.rank if item.burst is not None else -1),
         items=tuple(items),
         next_s=next_s,
     )

@@ -1,7 +1,7 @@
 """The closed words of verdicts and policy, each defined once.
 
-All are strings, so that policy files, annotations, the API and metrics carry them as they are written here. `Verdict`
-and `Level` are ordered: `max(Verdict.WATCH, Verdict.FAILED)` is FAILED, whatever the alphabet says.
+All are strings, so that policy files, annotations, the API and metrics carry them as they are written here. Those that
+are ordered compare as they are defined: `max(Verdict.WATCH, Verdict.FAILED)` is FAILED, whatever the alphabet says.
 """
 
 from __future__ import annotations
@@ -73,14 +73,16 @@ class FaultClass(StrEnum):
     UNMONITORED = "unmonitored"
 
 
-class Action(StrEnum):
-    """What a person or an automation should do about it. Recommended, never done by headway."""
+class Action(_Ordered):
+    """What a person or an automation should do about it. Recommended, never done by headway. Of several that are
+    recommended for one part, the highest is shown.
+    """
 
     NONE = "none"
     VERIFY = "verify"
+    CHECK_LINK = "check_link"
     RESET = "reset"
     REBOOT = "reboot"
-    CHECK_LINK = "check_link"
     REPLACE = "replace"
     SUPPORT = "support"
 
@@ -112,24 +114,25 @@ class Job(StrEnum):
     UNKNOWN = "unknown"
 
 
-class ClearsBy(StrEnum):
+class ClearsBy(_Ordered):
     """The mildest thing that takes a row's evidence away.
 
     Two more ways always exist and are no values here: `headway forget`, and for evidence of scope hardware another
     GPU (UUID) in the slot. What is stronger also serves: a reboot starts a new epoch, so it does what a reset does.
+    From the mildest to the hardest.
     """
 
+    #: Its weight halves every `half_life_load_h`, and below 1/16 it is gone. A GPU without load does not decay.
+    DECAY = "decay"
+    #: The source takes it back itself, in any epoch: the flag reads false, the action none, NVML answers again, the GPU
+    #: is there again. Never by silence.
+    DRIVER_WORD = "driver_word"
     #: The driver's word in a new epoch: the GPU's epoch is newer than the evidence, and its recovery action is none.
     RESET = "reset"
     #: The same, and the node's boot_id is another one: a new driver load or a GPU reset does not suffice.
     REBOOT = "reboot"
     #: Another UUID in the slot. No reset helps.
     REPLACE = "replace"
-    #: The source takes it back itself, in any epoch: the flag reads false, the action none, NVML answers again, the GPU
-    #: is there again. Never by silence.
-    DRIVER_WORD = "driver_word"
-    #: Its weight halves every `half_life_load_h`, and below 1/16 it is gone. A GPU without load does not decay.
-    DECAY = "decay"
 
 
 class Standing(StrEnum):

@@ -8,11 +8,21 @@ import sys
 import time
 from typing import Any
 
+from rich.console import Console
+
 from headway.commands import http
 from headway.commands.kube_common import add_output_argument
 
 DEFAULT_API = "http://127.0.0.1:9480"
 COLOURS = {"HEALTHY": "green", "WATCH": "cyan", "SUSPECT": "yellow", "FAILED": "red"}
+
+
+#: Columns where standard output is no terminal, so that rows stay whole for grep.
+PIPED_WIDTH = 400
+
+
+def console() -> Console:
+    return Console(highlight=False, width=None if sys.stdout.isatty() else PIPED_WIDTH)
 
 
 class ApiAway(Exception):

@@ -7,17 +7,16 @@ import sys
 import time
 from typing import Any
 
-from rich.console import Console
 from rich.live import Live
 from rich.table import Table
 
 from headway.commands import http
+from headway.commands.api_common import COLOURS, console
 from headway.commands.demo_cluster import LocalCluster
 from headway.commands.demo_judge import Judge, Summary
 from headway.commands.demo_judge import Verdict as FaultVerdict
 
 REFRESH_S = 0.5
-COLOURS = {"HEALTHY": "green", "WATCH": "cyan", "SUSPECT": "yellow", "FAILED": "red"}
 
 
 class View:
@@ -26,7 +25,7 @@ class View:
     ) -> None:
         self._cluster, self._judge, self._began_s = cluster, judge, began_s
         self._quiet = quiet
-        self._console = Console(highlight=False)
+        self._console = console()
         self._live: Live | None = None
         self._drawn_s = 0.0
         self._told: set[str] = set()
@@ -94,9 +93,7 @@ class View:
             table.add_column(title, overflow="fold")
         for fault in summary.faults:
             mark = "[green]ok[/]" if fault.ok else "[red]MISSED[/]"
-            table.add_row(
-                fault.kind, f"{fault.node}/{fault.uuid[:12]}", published(fault), _seconds(fault.cleared_s), mark
-            )
+            table.add_row(fault.kind, f"{fault.node}/{fault.uuid}", published(fault), _seconds(fault.cleared_s), mark)
         self._console.print(table)
         for node, part, verdict in summary.blamed:
             self._console.print(f"[red]blamed though healthy:[/] {node}/{part} {verdict}")

@@ -10,7 +10,16 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
-from headway.commands.api_common import COLOURS, ApiAway, add_api_arguments, ask, failed, lasting, shown_verdict
+from headway.commands.api_common import (
+    COLOURS,
+    ApiAway,
+    add_api_arguments,
+    ask,
+    console,
+    failed,
+    lasting,
+    shown_verdict,
+)
 from headway.commands.http import ApiRefused
 
 HELP = "nodes, GPUs and what is published, at a glance"
@@ -29,25 +38,25 @@ def run(args: argparse.Namespace) -> int:
     if args.output == "json":
         print(json.dumps(answer))
     else:
-        show(Console(highlight=False), answer)
+        show(console(), answer)
     return 0
 
 
-def show(console: Console, answer: dict[str, Any]) -> None:
+def show(out: Console, answer: dict[str, Any]) -> None:
     nodes, gpus = answer["nodes"]["items"], answer["gpus"]["items"]
     counts = Counter(gpu["verdict"] for gpu in gpus)
     words = ", ".join(f"[{COLOURS[v]}]{counts[v]} {v}[/]" for v in COLOURS if counts[v]) or "none reported yet"
-    console.print(f"{len(nodes)} nodes, {len(gpus)} GPUs: {words}")
+    out.print(f"{len(nodes)} nodes, {len(gpus)} GPUs: {words}")
     policy = answer["policy"]
     if policy["policy"].get("error"):
-        console.print(f"[red]policy refused:[/] {policy['policy']['error']}", soft_wrap=True)
+        out.print(f"[red]policy refused:[/] {policy['policy']['error']}", soft_wrap=True)
     for pool in policy["pools"]:
         limit = "no budget" if pool["limit_nodes"] is None else f"{pool['out_nodes']} of {pool['limit_nodes']} out"
         held = f", [yellow]{pool['held_back_nodes']} over budget[/]" if pool["held_back_nodes"] else ""
-        console.print(f"pool {pool['name']}: level {pool['level']}, {pool['nodes']} nodes, {limit}{held}")
+        out.print(f"pool {pool['name']}: level {pool['level']}, {pool['nodes']} nodes, {limit}{held}")
     published = answer["published"]
     if why := published["writing"]["why_not"]:
-        console.print(f"[yellow]not writing:[/] {why}")
+        out.print(f"[yellow]not writing:[/] {why}")
     taints = {one["node"]: one for one in published["items"]}
     table = Table(box=None, pad_edge=False)
     for title in ("node", "verdict", "for", "class", "action", "standing", "published"):
@@ -63,7 +72,7 @@ def show(console: Console, answer: dict[str, Any]) -> None:
             node["standing"] if node["standing"] != "normal" else "",
             _published(taints.get(node["node"])),
         )
-    console.print(table)
+    out.print(table)
 
 
 def _published(one: dict[str, Any] | None) -> str:
