@@ -85,6 +85,8 @@ class Aggregator:
             client,
             config.names,
             desired=self._desired,
+            reserve=self.core.reserve,
+            release=self.core.release,
             gate=self.gate.may_write,
             now=self.clock.now,
             on_view=self._own_view,

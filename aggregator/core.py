@@ -72,6 +72,12 @@ class Core:
         self._stages.planning(node)
         return self.engine.desired(node, self._clock.now())
 
+    def reserve(self, node: str) -> bool:
+        return self.engine.reserve(node)
+
+    def release(self, node: str) -> None:
+        self.engine.release(node)
+
     def sweep(self, nodes: Sequence[str]) -> None:
         """Look at these nodes again, because time has passed."""
         dirty = self._effects(self.engine.sweep(nodes, self._clock.now()))

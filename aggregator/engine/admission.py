@@ -1,11 +1,13 @@
 """Which nodes each pool has, which others keep out, and who may be fenced. The only module that changes these sets.
 
-Counting is incremental with each view of a node; admitting looks at candidates alone.
+Counting is incremental with each view of a node; admitting looks at candidates alone. Between the moment a write of a
+fence begins and the moment its outcome is seen, the node's slot is `reserved`: a candidate that ranks higher and comes
+in between does not get it as well.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from aggregator.engine.budget import Admission, Candidate, admit
 from aggregator.engine.inputs import NodeView
@@ -20,6 +22,7 @@ class _Members:
     out: set[str] = field(default_factory=set)
     domains: dict[str, set[str]] = field(default_factory=dict)
     candidates: dict[str, Candidate] = field(default_factory=dict)
+    reserved: set[str] = field(default_factory=set)
     admission: Admission = NOTHING
     stale: bool = True
 
@@ -54,6 +57,7 @@ class Admissions:
         members.nodes.discard(node)
         members.out.discard(node)
         members.candidates.pop(node, None)
+        members.reserved.discard(node)
         members.stale = True
         if domain is not None:
             members.domains[domain].discard(node)
@@ -71,11 +75,28 @@ class Admissions:
         if wanted is None:
             if have is not None:
                 del members.candidates[node]
+                members.reserved.discard(node)
                 members.stale = True
             return
         candidate = Candidate(node, *wanted, domain)
         members.stale = members.stale or have is None or (have.holds, have.drivers_word) != wanted[:2]
         members.candidates[node] = candidate
+
+    def reserve(self, node: str) -> bool:
+        """A write of this node's fence is about to begin. False where the budget has no room for it (any more)."""
+        if self.held_back(node):
+            return False
+        members = self._pools.get(self._of.get(node, ("", None))[0])
+        if members is not None and node in members.candidates:
+            members.reserved.add(node)
+        return True
+
+    def release(self, node: str) -> None:
+        """No write of this node's fence is on its way any more, and whether it stands is seen."""
+        members = self._pools.get(self._of.get(node, ("", None))[0])
+        if members is not None and node in members.reserved:
+            members.reserved.discard(node)
+            members.stale = True
 
     def settle(self, pools: dict[str, Pool]) -> set[str]:
         """Admit anew where something changed. Returns the nodes for which the answer is another one."""
@@ -91,7 +112,10 @@ class Admissions:
                 continue
             before = members.admission
             domains = {domain: (len(nodes), nodes & members.out) for domain, nodes in members.domains.items()}
-            after = admit(pool, len(members.nodes), members.candidates.values(), members.out, domains)
+            candidates = [
+                replace(one, holds=True) if one.node in members.reserved else one for one in members.candidates.values()
+            ]
+            after = admit(pool, len(members.nodes), candidates, members.out, domains)
             members.admission = after
             changed |= (before.admitted ^ after.admitted) | (before.held_back ^ after.held_back)
         return changed

@@ -17,7 +17,7 @@ from aggregator.engine.policy import Pool
 
 @dataclass(frozen=True, slots=True)
 class Candidate:
-    """A node that should be kept out. `holds`: it carries our taint already."""
+    """A node that should be kept out. `holds`: it carries our taint already, or is just being given it."""
 
     node: str
     holds: bool

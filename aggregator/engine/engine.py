@@ -257,6 +257,15 @@ class Engine:
             told_since_s=self._started_s,
         )
 
+    def reserve(self, node: str) -> bool:
+        """A fence of this node is about to be written. False: the budget has no room (any more), ask `desired` anew."""
+        self._pending |= self._admissions.settle(self._pools)
+        return self._admissions.reserve(node)
+
+    def release(self, node: str) -> None:
+        """The outcome of that write has been seen, or it will not be tried again for now."""
+        self._admissions.release(node)
+
     @property
     def policy(self) -> Policy | None:
         """The policy in force; None: only the shipped rows, no policy was given yet."""

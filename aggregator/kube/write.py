@@ -43,7 +43,12 @@ class Written:
 
 
 class Publisher:
-    """`desired(node)` is asked each time; `gate()` must say True before each request; `on_view` hears our writes."""
+    """`desired(node)` is asked each time; `gate()` must say True before each request; `on_view` hears our writes.
+
+    A budget is shared by nodes that are written at the same time. So right before a fence is sent it is reserved, and
+    released when what the API server made of it has been seen; a write whose answer was lost keeps its slot until it is
+    tried again.
+    """
 
     def __init__(
         self,
@@ -51,6 +56,8 @@ class Publisher:
         names: Names,
         *,
         desired: Callable[[str], DesiredNode | None],
+        reserve: Callable[[str], bool],
+        release: Callable[[str], None],
         gate: Callable[[], Awaitable[bool]],
         now: Callable[[], float],
         on_view: Callable[[NodeView], None],
@@ -61,6 +68,8 @@ class Publisher:
         self._client = client
         self._names = names
         self._desired = desired
+        self._reserve = reserve
+        self._release = release
         self._gate = gate
         self._now = now
         self._on_view = on_view
@@ -163,6 +172,7 @@ class Publisher:
         except Unreachable as error:
             self._later(node, "unreachable", error, None)
         except KubeError as error:
+            self._release(node)
             if error.status == 404:
                 return
             self._later(node, "refused", error, error.retry_after_s)
@@ -191,7 +201,7 @@ class Publisher:
             if self._dry_run:
                 self._show(node, patches, planned_s)
                 return
-            if await self._send_all(patches, planned_s):
+            if await self._send_all(patches, planned_s, fences(want)):
                 await self._tell(have, want.notes)
                 return
         # Somebody writes this node faster than we can read it: come back later.
@@ -207,15 +217,18 @@ class Publisher:
         if await self._gate():
             self.held_back.discard(node)
             return True
+        self._release(node)
         self.held_back.add(node)
         self.counts["held_back"] += 1
         return False
 
-    async def _send_all(self, patches: tuple[Patch, ...], planned_s: float) -> bool:
-        """False where the node must be planned again from a new view."""
+    async def _send_all(self, patches: tuple[Patch, ...], planned_s: float, fence: bool) -> bool:
+        """False where the node must be planned again, from a new view or because the budget went to another."""
         for patch in patches:
             if not await self._allowed(patch.node):
                 return True
+            if fence and patch.guarded and not self._reserve(patch.node):
+                return False
             sent_s = time.time()
             try:
                 answer = await self._client.request(
@@ -227,10 +240,12 @@ class Publisher:
                 # 409: somebody else wrote first. 422: a node of another UID stands under this name.
                 self.counts["conflict"] += 1
                 await self._read(patch.node)
+                self._release(patch.node)
                 if error.status == 422 and self._views[patch.node].uid == patch.body["metadata"]["uid"]:
                     raise
                 return False
             self._take(decode_node(answer).view())
+            self._release(patch.node)
             self._on_written(Written(patch, planned_s, sent_s, time.time()))
         return True
 
@@ -250,6 +265,11 @@ class Publisher:
             told[note.key] = None
             while len(told) > NOTES_REMEMBERED:
                 del told[next(iter(told))]
+
+
+def fences(want: DesiredNode) -> bool:
+    """Whether it takes the node out of service."""
+    return any(taint.effect == "NoSchedule" for taint in want.taints)
 
 
 def _newer(mine: str, theirs: str) -> bool:

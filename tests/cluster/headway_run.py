@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import json
 import time
 from collections.abc import AsyncIterator, Callable, Iterable
@@ -89,7 +90,12 @@ class HeadwayRun:
         await self.until(fresh, f"agents of {list(nodes)} have reported", 60.0)
 
     def logs(self) -> str:
-        return "\n".join(f"--- {child.name}\n{child.tail(6)}" for child in self.cluster.children()[-4:])
+        """What is known when a wait has been in vain."""
+        tails = [f"--- {child.name}\n{child.tail(6)}" for child in self.cluster.children()[-4:]]
+        for path in ("policy", "verdicts", "published"):
+            with contextlib.suppress(OSError):
+                tails.append(f"--- /v1/{path}\n{json.dumps(self.api(f'/v1/{path}'))[:3000]}")
+        return "\n".join(tails)
 
     def writes(self, mark: int, names: Iterable[str] | None = None) -> list[AuditEntry]:
         """Our writes that count (audit log), to these nodes or to anything."""

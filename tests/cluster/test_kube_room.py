@@ -61,6 +61,8 @@ class Running:
             client,
             NAMES,
             desired=self.wanted.get,
+            reserve=lambda node: True,
+            release=lambda node: None,
             gate=self._gate,
             now=time.time,
             on_view=lambda view: None,
