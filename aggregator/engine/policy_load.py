@@ -32,7 +32,7 @@ from aggregator.engine.policy import (
     driver_key,
 )
 from aggregator.engine.policy_yaml import Document, Path, PolicyError, parse, shown
-from aggregator.engine.words import Action, ClearsBy, FaultClass, Verdict
+from aggregator.engine.words import Action, ClearsBy, FaultClass, Fence, Level, Verdict
 
 __all__ = ["VERSION", "PolicyError", "load_policy", "shipped_priors", "shipped_rows"]
 
@@ -61,6 +61,7 @@ def load_policy(text: str, file: str) -> Policy:
     user = document.convert(_PolicyFile)
     _check_version(document, user.version)
     _check_pools(document, user.pools)
+    _check_settings(document, ("default",), user.default)
     own = _check_rows(document, user.rows)
     rows = tuple(_switched(row, user.classes_off) for row in _sorted({**_shipped_by_key(), **own}.values()))
     settings = {field: getattr(user.default, field) for field in PoolSettings.__struct_fields__}
@@ -145,8 +146,18 @@ def _check_pools(document: Document, pools: tuple[Pool, ...]) -> None:
             what = f"a second pool `{pool.name}` (the first is pools[{seen[pool.name]}])"
             raise document.error(path, what, "Give it another name")
         seen[pool.name] = index
+        _check_settings(document, ("pools", index), pool)
         for number, expression in enumerate(pool.nodes.match_expressions):
             _check_expression(document, ("pools", index, "nodes", "matchExpressions", number), expression)
+
+
+def _check_settings(document: Document, path: Path, settings: PoolSettings) -> None:
+    """What this release cannot do is refused, instead of something else being done."""
+    if settings.level is Level.EVICT:
+        raise document.error((*path, "level"), "level evict: this release moves no pods", "Use level: fence")
+    if settings.fence is Fence.DEVICE:
+        what = "fence device: this release fences whole nodes"
+        raise document.error((*path, "fence"), what, "Use fence: node, or level: advise")
 
 
 def _check_expression(document: Document, path: Path, expression: Expression) -> None:

@@ -167,6 +167,11 @@ REFUSED = [
     pytest.param("version: 1\n? [a]\n: 1\n", 2, 3, "a key must be a word", "Replace", id="list as key"),
     pytest.param("version: 1\nx: " + "[" * 5000, 2, 19, "nested deeper than 16", "flatter", id="too deep"),
     pytest.param("version: 1\n#" + "x" * MAX_TEXT_BYTES, 1, 1, "more than", "smaller", id="too big"),
+    ("version: 1\ndefault: {level: evict}\n", 2, None, "moves no pods", "level: fence"),
+    (
+        "version: 1\npools:\n- name: a\n  nodes: {matchLabels: {a: b}}\n  fence: device\n",
+        *(5, None, "whole nodes", "fence: node"),
+    ),
 ]
 
 
