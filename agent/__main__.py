@@ -14,7 +14,7 @@ from collections.abc import Sequence
 
 from agent import config as configuration
 from agent.clock import SystemClock, read_boot_id
-from agent.config import AgentConfig, ConfigError
+from agent.config import AgentConfig
 from agent.conversation import DRAIN_S
 from agent.inventory import Inventory
 from agent.journal import Journals, StateDirBusy
@@ -26,6 +26,7 @@ from agent.sources.kernel_log import FileLog, JournaldLog, KmsgLog
 from agent.sources.nvml import NvmlSource
 from agent.sources.pci import PciBus
 from agent.supervise import start_sources
+from headway import options
 from headway.metrics import BUILD_INFO
 from headway.readings import Readings
 
@@ -38,7 +39,7 @@ STOP_S = DRAIN_S + 3.0
 def main(argv: Sequence[str] | None = None) -> int:
     try:
         config, given = configuration.load(sys.argv[1:] if argv is None else argv, os.environ)
-    except ConfigError as error:
+    except options.ConfigError as error:
         print(f"headway-agent: {error}", file=sys.stderr)
         return 2
     if given.print_config:
@@ -70,7 +71,7 @@ async def run(config: AgentConfig) -> int:
         loop.add_signal_handler(number, stop.set)
     clock = SystemClock(config.boot_id or read_boot_id())
     readings = Readings("agent")
-    readings.set(BUILD_INFO, 1.0, (configuration.version(), "agent"))
+    readings.set(BUILD_INFO, 1.0, (options.version(), "agent"))
     journals = Journals(config.state_dir, clock, os.urandom)
     recorder = Recorder(journals, clock, readings)
     inventory = Inventory()
@@ -118,7 +119,7 @@ def _sessions(
         Peer(url, config.token_file, config.ca_file, config.insecure, config.reconnect_max_s)
         for url in config.aggregators
     ]
-    version = configuration.version()
+    version = options.version()
     return [Session(peer, config.node, version, journals, inventory, clock, readings, draw) for peer in peers]
 
 

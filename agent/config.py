@@ -7,23 +7,18 @@ import os
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields
-from importlib import metadata
 from pathlib import Path
 from urllib.parse import urlsplit
+
+from headway.options import ConfigError, defaults_from, host_port, version
 
 ENV_PREFIX = "HEADWAY_AGENT_"
 #: Sessions that one agent holds: a leader, a standby, and one more during a move.
 MAX_AGGREGATORS = 3
 #: unix(7): sun_path holds 108 bytes with the final NUL.
 MAX_SOCKET_PATH_BYTES = 107
-#: Kubernetes sets such variables for each Service of the namespace (service links); they are not ours.
-_SERVICE_LINK = re.compile(r"(_|^)(SERVICE_HOST|SERVICE_PORT(_\w+)?|PORT(_\d+_(TCP|UDP|SCTP)(_(PROTO|PORT|ADDR))?)?)$")
 _NODE_NAME = re.compile(r"[a-z0-9]([-a-z0-9.]{0,251}[a-z0-9])?")
 _BOOT_ID = re.compile(r"[0-9a-zA-Z-]{1,64}")
-
-
-class ConfigError(Exception):
-    """What is wrong, where, and what to do."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,11 +46,6 @@ class AgentConfig:
     def lines(self) -> list[str]:
         """For --print-config: one `name = value` a line."""
         return [f"{field.name} = {_shown(getattr(self, field.name))}" for field in fields(self)]
-
-
-def version() -> str:
-    """The installed version."""
-    return metadata.version("headway")
 
 
 def parser() -> argparse.ArgumentParser:
@@ -104,7 +94,7 @@ def load(arguments: Sequence[str], environment: Mapping[str, str]) -> tuple[Agen
     """Raises ConfigError; argparse itself ends the process (exit code 2) on unknown arguments and on --help."""
     p = parser()
     p.set_defaults(aggregator_variable=[])
-    _defaults_from(p, environment)
+    defaults_from(p, environment, ENV_PREFIX)
     given = p.parse_args(arguments)
     node = given.node or environment.get("NODE_NAME", "")
     if not node:
@@ -135,37 +125,11 @@ def load(arguments: Sequence[str], environment: Mapping[str, str]) -> tuple[Agen
             nvml_library=Path(given.nvml_library) if given.nvml_library else None,
             nvml_linger_s=_seconds("--nvml-linger-s", given.nvml_linger_s, 0, 86_400),
             boot_id=given.boot_id,
-            listen=_listen(given.listen),
+            listen=host_port("--listen", given.listen) if given.listen is not None else None,
             log_level=given.log_level,
         ),
         given,
     )
-
-
-def _defaults_from(p: argparse.ArgumentParser, environment: Mapping[str, str]) -> None:
-    """Let variables stand in for arguments that are not given."""
-    actions = {action.dest: action for action in p._actions if action.dest not in ("help", "version", "print_config")}
-    for variable, value in environment.items():
-        if not variable.startswith(ENV_PREFIX):
-            continue
-        name = variable[len(ENV_PREFIX) :]
-        action = actions.get(name.lower())
-        if action is None:
-            if _SERVICE_LINK.search(name):
-                continue
-            known = ", ".join(sorted(ENV_PREFIX + dest.upper() for dest in actions))
-            raise ConfigError(f"unknown variable {variable}; known are {known}")
-        if action.choices is not None and value not in action.choices:
-            raise ConfigError(f"{variable}={value!r}: one of {', '.join(action.choices)}")
-        if isinstance(action, argparse._StoreTrueAction):
-            if value not in ("true", "false"):
-                raise ConfigError(f"{variable}={value!r}: true or false")
-            p.set_defaults(**{action.dest: value == "true"})
-        elif isinstance(action, argparse._AppendAction):
-            # Not as the list's default: arguments would be appended to it instead of winning over it.
-            p.set_defaults(aggregator_variable=[part for part in value.split(",") if part])
-        else:
-            p.set_defaults(**{action.dest: value})
 
 
 def _aggregators(urls: Sequence[str], insecure: bool) -> tuple[str, ...]:
@@ -201,15 +165,6 @@ def _seconds(option: str, text: str, low: float, high: float) -> float:
     if not low <= value <= high:
         raise ConfigError(f"{option} {text!r}: seconds from {low:g} to {high:g}")
     return value
-
-
-def _listen(text: str | None) -> tuple[str, int] | None:
-    if text is None:
-        return None
-    host, _, port = text.rpartition(":")
-    if not host or not port.isdigit() or int(port) > 65535:
-        raise ConfigError(f"--listen {text!r}: HOST:PORT, e.g. 127.0.0.1:9400")
-    return host.strip("[]"), int(port)
 
 
 def _shown(value: object) -> str:

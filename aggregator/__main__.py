@@ -11,8 +11,9 @@ import sys
 from collections.abc import Sequence
 
 from aggregator.app import Aggregator, crash_on_write_errors
-from aggregator.config import AggregatorConfig, ConfigError, load
+from aggregator.config import AggregatorConfig, load
 from aggregator.kube.client import KubeClient, KubeConfigError
+from headway.options import ConfigError
 
 log = logging.getLogger("aggregator")
 

@@ -18,7 +18,7 @@ from aiohttp import web
 
 from aggregator import state
 from aggregator.clock import Clock
-from aggregator.config import AggregatorConfig, package_version
+from aggregator.config import AggregatorConfig
 from aggregator.core import Core
 from aggregator.engine.inputs import DesiredNode, NodeGone, NodeSeen, NodeView, PolicyLoaded
 from aggregator.gate import Gate
@@ -38,6 +38,7 @@ from aggregator.trace import MAX_TRACE_BYTES, LineFile, Recorder, Stages
 from aggregator.watches import Watches, reviewer
 from aggregator.written import WrittenLog
 from headway import metrics
+from headway.options import version
 from headway.readings import Readings
 
 log = logging.getLogger(__name__)
@@ -68,7 +69,7 @@ class Aggregator:
         self.epoch = secrets.token_hex(8)
         self.clock = Clock()
         self.readings = Readings("aggregator")
-        self.readings.set(metrics.BUILD_INFO, 1, (package_version(), "aggregator"))
+        self.readings.set(metrics.BUILD_INFO, 1, (version(), "aggregator"))
         stages = Stages()
         self._recorder = Recorder(config.record) if config.record else None
         self._trace = LineFile(config.trace, MAX_TRACE_BYTES) if config.trace else None
@@ -293,7 +294,7 @@ class Aggregator:
     def _taken(self) -> bytes:
         """Engine and cursors in one step."""
         now_s = self.clock.now()
-        snapshot = state.Snapshot(package_version(), now_s, self.core.engine.snapshot(), self.ingest.memory)
+        snapshot = state.Snapshot(version(), now_s, self.core.engine.snapshot(), self.ingest.memory)
         return state.encode(snapshot)
 
     async def _save_aside(self) -> None:

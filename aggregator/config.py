@@ -7,21 +7,15 @@ import re
 import socket
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields
-from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
 from headway.names import DEFAULT_DOMAIN, DEFAULT_NAMESPACE, POLICY_CONFIGMAP, Names
+from headway.options import ConfigError, defaults_from, host_port, version
 
 ENV_PREFIX = "HEADWAY_AGGREGATOR_"
-#: Kubernetes sets such variables for each Service of the namespace (service links); they are not ours.
-_SERVICE_LINK = re.compile(r"(_|^)(SERVICE_HOST|SERVICE_PORT(_\w+)?|PORT(_\d+_(TCP|UDP|SCTP)(_(PROTO|PORT|ADDR))?)?)$")
 _DNS_LABEL = re.compile(r"[a-z0-9]([-a-z0-9]{0,61}[a-z0-9])?")
 _DOMAIN = re.compile(r"[a-z0-9]([-a-z0-9.]{0,251}[a-z0-9])?")
 _LOOPBACK = ("127.0.0.1", "::1", "localhost")
-
-
-class ConfigError(Exception):
-    """What is wrong, where, and what to do."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,13 +42,6 @@ class AggregatorConfig:
     def lines(self) -> list[str]:
         """For --print-config: one `name = value` a line."""
         return [f"{field.name} = {_shown(getattr(self, field.name))}" for field in fields(self)]
-
-
-def package_version() -> str:
-    try:
-        return version("headway")
-    except PackageNotFoundError:
-        return "unknown"
 
 
 def parser() -> argparse.ArgumentParser:
@@ -124,16 +111,16 @@ def parser() -> argparse.ArgumentParser:
         help="debug, info, warning or error (default: %(default)s)",
     )
     add("--print-config", action="store_true", help="print the configuration in force and exit")
-    add("--version", action="version", version=f"headway-aggregator {package_version()}")
+    add("--version", action="version", version=f"headway-aggregator {version()}")
     return p  # fmt: skip
 
 
 def load(arguments: Sequence[str], environment: Mapping[str, str]) -> tuple[AggregatorConfig, argparse.Namespace]:
     """Raises ConfigError; argparse itself ends the process (exit code 2) on unknown arguments and on --help."""
     p = parser()
-    _defaults_from(p, environment)
+    defaults_from(p, environment, ENV_PREFIX)
     given = p.parse_args(arguments)
-    listen = _listen("--listen", given.listen)
+    listen = host_port("--listen", given.listen)
     _check_security(given, listen)
     for option, name in (("--namespace", given.namespace), ("--agent-service-account", given.agent_service_account)):
         if not _DNS_LABEL.fullmatch(name):
@@ -142,7 +129,7 @@ def load(arguments: Sequence[str], environment: Mapping[str, str]) -> tuple[Aggr
         raise ConfigError(f"--domain {given.domain!r}: a DNS name, e.g. {DEFAULT_DOMAIN}")
     config = AggregatorConfig(
         listen=listen,
-        api_listen=_listen("--api-listen", given.api_listen),
+        api_listen=host_port("--api-listen", given.api_listen),
         api_tls=given.api_tls,
         tls_cert=_path(given.tls_cert),
         tls_key=_path(given.tls_key),
@@ -174,36 +161,6 @@ def _check_security(given: argparse.Namespace, listen: tuple[str, int]) -> None:
         raise ConfigError("agents report over TLS: give --tls-cert FILE and --tls-key FILE (or --insecure, demo only)")
     if given.api_tls and not certificate:
         raise ConfigError("--api-tls needs --tls-cert and --tls-key")
-
-
-def _defaults_from(p: argparse.ArgumentParser, environment: Mapping[str, str]) -> None:
-    """Let variables stand in for arguments that are not given."""
-    actions = {action.dest: action for action in p._actions if action.dest not in ("help", "version", "print_config")}
-    for variable, value in environment.items():
-        if not variable.startswith(ENV_PREFIX):
-            continue
-        name = variable[len(ENV_PREFIX) :]
-        action = actions.get(name.lower())
-        if action is None:
-            if _SERVICE_LINK.search(name):
-                continue
-            known = ", ".join(sorted(ENV_PREFIX + dest.upper() for dest in actions))
-            raise ConfigError(f"unknown variable {variable}; known are {known}")
-        if action.choices is not None and value not in action.choices:
-            raise ConfigError(f"{variable}={value!r}: one of {', '.join(action.choices)}")
-        if isinstance(action, argparse._StoreTrueAction):
-            if value not in ("true", "false"):
-                raise ConfigError(f"{variable}={value!r}: true or false")
-            p.set_defaults(**{action.dest: value == "true"})
-        else:
-            p.set_defaults(**{action.dest: value})
-
-
-def _listen(option: str, text: str) -> tuple[str, int]:
-    host, _, port = text.rpartition(":")
-    if not host or not port.isdigit() or int(port) > 65535:
-        raise ConfigError(f"{option} {text!r}: HOST:PORT, e.g. 127.0.0.1:9470 (port 0 takes a free one)")
-    return host.strip("[]"), int(port)
 
 
 def _path(text: str | None) -> Path | None:

@@ -6,7 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from agent.config import ConfigError, load
+from agent.config import load
+from headway.options import ConfigError
 
 WS = "wss://aggregator-0:8443/v1/agent"
 

@@ -6,7 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from aggregator.config import ConfigError, load
+from aggregator.config import load
+from headway.options import ConfigError
 
 TLS = ["--tls-cert", "c.pem", "--tls-key", "k.pem"]
 
