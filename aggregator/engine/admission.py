@@ -65,8 +65,7 @@ class Admissions:
                 del members.domains[domain]
 
     def want(self, node: str, wanted: tuple[bool, bool, float] | None) -> None:
-        """The node should be kept out: (carries our taint, driver's own word, fault probability); None: it should not.
-        A probability that merely drifts is no reason to admit anew."""
+        """(carries our taint, driver's own word, fault probability) of a node to be kept out; None: it is not to be."""
         pool, domain = self._of.get(node, (None, None))
         if pool is None:
             return
@@ -79,7 +78,7 @@ class Admissions:
                 members.stale = True
             return
         candidate = Candidate(node, *wanted, domain)
-        members.stale = members.stale or have is None or (have.holds, have.drivers_word) != wanted[:2]
+        members.stale = members.stale or have != candidate
         members.candidates[node] = candidate
 
     def reserve(self, node: str) -> bool:

@@ -35,11 +35,9 @@ class Assessment:
 
     pool: Pool
     parts: dict[str, Judged] = field(default_factory=dict)
-    #: For `hazard_of`: when each part was first known, the priors, the moment, and what was asked for already.
-    first_s: dict[str, float] = field(default_factory=dict)
+    #: For `hazard_of`: when each part was first known, where it was, and the priors.
+    first_s: dict[str, float | None] = field(default_factory=dict)
     priors: Priors | None = None
-    at_s: float = 0.0
-    hazards: dict[str, Hazard] = field(default_factory=dict)
     overrides: dict[str, Decision] = field(default_factory=dict)
     #: People's annotations that could not be understood.
     not_understood: tuple[str, ...] = ()
@@ -51,17 +49,21 @@ class Assessment:
     def of(self, part: str) -> Judged:
         return self.parts.get(part, HEALTHY)
 
-    def hazard_of(self, part: str) -> Hazard | None:
-        """Of a part with evidence or a memory; None for any other."""
-        if part not in self.hazards and part in self.parts and self.priors is not None:
-            self.hazards[part] = hazard(self.parts[part].items, self.first_s[part], self.priors, self.at_s)
-        return self.hazards.get(part)
+    def hazard_of(self, part: str, at_s: float) -> Hazard | None:
+        """Of a part with evidence or a memory, at that time; None for any other."""
+        if part not in self.parts or self.priors is None:
+            return None
+        first_s = self.first_s[part]
+        known_s = at_s if first_s is None else min(first_s, at_s)
+        return hazard(self.parts[part].items, known_s, self.priors, at_s)
 
     def interrupts(self, parts: Iterable[str]) -> float:
-        """Probability that any of these parts interrupts a job within the next 24 h: hazards add."""
+        """Probability that any of these parts interrupts a job within 24 h of the newest evidence that holds its
+        verdict. It does not drift with time: what is ranked and published by it changes only with the evidence."""
         spared = 1.0
-        for part in parts:
-            known = self.hazard_of(part)
+        for part in sorted(parts):
+            newest_s = self.of(part).newest_s
+            known = self.hazard_of(part, newest_s) if newest_s is not None else None
             spared *= 1.0 - (known.probability if known is not None else 0.0)
         return 1.0 - spared
 
@@ -94,7 +96,7 @@ class Publishable:
 def assess(facts: NodeFacts, book: RowBook, pool: Pool, names: Names, now: float) -> Assessment:
     """Judge every part of the node that has evidence or was published about before."""
     view = facts.seen.node if facts.seen is not None else None
-    result = Assessment(pool, warming=not facts.caught_up, priors=book.policy.priors, at_s=now)
+    result = Assessment(pool, warming=not facts.caught_up, priors=book.policy.priors)
     troubles: list[str] = []
     forgets = _forgets(facts, _note(view, names.forget_before), now, troubles)
     _decide(facts, _note(view, names.override), result, troubles, now)
@@ -128,7 +130,7 @@ def _judge_parts(
         judged = result.parts[part] = judge(found, setting, now)
         if judged.next_s is not None:
             result.next_s = judged.next_s if result.next_s is None else min(result.next_s, judged.next_s)
-        result.first_s[part] = _known_since(facts, part, now)
+        result.first_s[part] = _known_since(facts, part)
 
 
 def _memories(facts: NodeFacts, names: Names) -> dict[str, Memory]:
@@ -152,10 +154,9 @@ def _reaches_back(facts: NodeFacts, memory: Memory) -> bool:
     return facts.caught_up and facts.lost == 0 and oldest_s is not None and oldest_s <= memory.since + BURST_S
 
 
-def _known_since(facts: NodeFacts, part: str, now: float) -> float:
+def _known_since(facts: NodeFacts, part: str) -> float | None:
     gpu = facts.gpus.get(part)
-    first_s = gpu.first_s if gpu is not None else facts.oldest_s
-    return now if first_s is None else min(first_s, now)
+    return gpu.first_s if gpu is not None else facts.oldest_s
 
 
 def _life(facts: NodeFacts, part: str) -> Life:

@@ -108,6 +108,8 @@ class Judged:
     word_s: float | None = None
     #: What names the verdict: of all that holds it, the most trusted and earliest.
     worst: Item | None = None
+    #: Newest time of what holds the verdict.
+    newest_s: float | None = None
     #: What ends it last: of all that holds it, the hardest to clear.
     lasting: Item | None = None
     items: tuple[Item, ...] = ()
@@ -157,6 +159,7 @@ def judge(bursts: Sequence[Burst], setting: Setting, now: float) -> Judged:
         drivers_word=bool(words),
         word_s=max(words, default=None),
         worst=worst,
+        newest_s=max(max(item.from_s, item.last_s) for item in holding),
         lasting=max(holding, key=lambda item: item.burst.row.clears_by.rank if item.burst is not None else -1),
         items=tuple(items),
         next_s=next_s,

@@ -222,7 +222,7 @@ class Window:
         return ("fresh" if age_s <= self.stale_after_s and self.facts.online else "stale"), age_s
 
     def hazard(self, part: str) -> Hazard | None:
-        known = self.assessment.hazard_of(part)
+        known = self.assessment.hazard_of(part, self.now)
         if known is not None or self.priors is None:
             return known
         gpu = self.facts.gpus.get(part)
