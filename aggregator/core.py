@@ -76,17 +76,19 @@ class Core:
         return self.engine.reserve(node)
 
     def release(self, node: str) -> None:
-        self.engine.release(node)
+        self._wake(self.engine.release(node))
 
     def sweep(self, nodes: Sequence[str]) -> None:
         """Look at these nodes again, because time has passed."""
-        dirty = self._effects(self.engine.sweep(nodes, self._clock.now()))
-        if dirty:
-            self.on_dirty(dirty)
+        self._wake(self.engine.sweep(nodes, self._clock.now()))
 
     def due(self) -> list[str]:
         """Nodes whose verdict time alone may have changed."""
         return self.engine.due(self._clock.now())
+
+    def _wake(self, effects: Iterable[Effect]) -> None:
+        if dirty := self._effects(effects):
+            self.on_dirty(dirty)
 
     def _effects(self, effects: Iterable[Effect]) -> set[str]:
         dirty: set[str] = set()

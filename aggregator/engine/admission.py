@@ -1,4 +1,4 @@
-"""Which nodes each pool has, which others keep out, and who may be fenced. The only module that changes these sets.
+"""Which nodes each pool has, which are out, and who may be fenced. The only module that changes these sets.
 
 Counting is incremental with each view of a node; admitting looks at candidates alone. Between the moment a write of a
 fence begins and the moment its outcome is seen, the node's slot is `reserved`: a candidate that ranks higher and comes
@@ -32,8 +32,9 @@ class Admissions:
         self._pools: dict[str, _Members] = {}
         self._of: dict[str, tuple[str, str | None]] = {}
 
-    def place(self, view: NodeView, pool: Pool) -> None:
-        """A node is in this pool, and looks like this."""
+    def place(self, view: NodeView, pool: Pool, fenced: bool) -> None:
+        """A node is in this pool, and looks like this. `fenced`: it carries our hard taint, also where it is about to
+        lose it: its place is free only once it is back."""
         domain = view.labels.get(pool.per_domain.label) if pool.per_domain is not None else None
         if self._of.get(view.name) != (pool.name, domain):
             self.remove(view.name)
@@ -44,7 +45,7 @@ class Admissions:
             if domain is not None:
                 members.domains.setdefault(domain, set()).add(view.name)
         members = self._pools[pool.name]
-        out = view.unschedulable or not view.ready
+        out = view.unschedulable or not view.ready or fenced
         if out != (view.name in members.out):
             members.stale = True
             (members.out.add if out else members.out.discard)(view.name)
@@ -74,7 +75,6 @@ class Admissions:
         if wanted is None:
             if have is not None:
                 del members.candidates[node]
-                members.reserved.discard(node)
                 members.stale = True
             return
         candidate = Candidate(node, *wanted, domain)
@@ -110,11 +110,12 @@ class Admissions:
                 del self._pools[name]
                 continue
             before = members.admission
-            domains = {domain: (len(nodes), nodes & members.out) for domain, nodes in members.domains.items()}
+            out = members.out | members.reserved
+            domains = {domain: (len(nodes), nodes & out) for domain, nodes in members.domains.items()}
             candidates = [
                 replace(one, holds=True) if one.node in members.reserved else one for one in members.candidates.values()
             ]
-            after = admit(pool, len(members.nodes), candidates, members.out, domains)
+            after = admit(pool, len(members.nodes), candidates, out, domains)
             members.admission = after
             changed |= (before.admitted ^ after.admitted) | (before.held_back ^ after.held_back)
         return changed

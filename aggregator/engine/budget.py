@@ -44,15 +44,16 @@ def admit(
     pool: Pool,
     size: int,
     candidates: Iterable[Candidate],
-    out_by_others: AbstractSet[str],
+    out_now: AbstractSet[str],
     domains: Mapping[str, tuple[int, AbstractSet[str]]],
 ) -> Admission:
-    """Who may be out. `size` = nodes of the pool; `domains`: value of the pool's domain label -> (nodes, those out by
-    others). A node without the label is bound by the pool's budget alone."""
+    """Who may be out. `size` = nodes of the pool; `out_now`: not Ready, cordoned, carrying our hard taint or about to;
+    `domains`: value of the pool's domain label -> (nodes, those of them out now). A node without the label is bound by
+    the pool's budget alone."""
     limit = pool.max_out.limit(size)
     ranked = sorted(candidates, key=lambda one: one.rank)
     admitted = {one.node for one in ranked if one.holds}
-    out = set(out_by_others) | admitted
+    out = set(out_now) | admitted
     out_in: dict[str, set[str]] = {}
     for one in ranked:
         if one.domain is not None and one.domain not in out_in:

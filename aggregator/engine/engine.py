@@ -167,7 +167,7 @@ class Engine:
         seen = node.facts.seen
         node.pool = self._policy.pool_for(seen.node.labels) if seen is not None else self._policy.default
         if seen is not None and node.facts.present:
-            self._admissions.place(seen.node, node.pool)
+            self._admissions.place(seen.node, node.pool, holds_slot(seen.node, self._names))
 
     # --- judging -----------------------------------------------------------------------------------------------------
     def _assessed(self, node: _Node, now: float) -> Assessment:
@@ -262,9 +262,10 @@ class Engine:
         self._pending |= self._admissions.settle(self._pools)
         return self._admissions.reserve(node)
 
-    def release(self, node: str) -> None:
+    def release(self, node: str) -> list[Effect]:
         """The outcome of that write has been seen, or it will not be tried again for now."""
         self._admissions.release(node)
+        return self._effects(set())
 
     @property
     def policy(self) -> Policy | None:

@@ -168,6 +168,7 @@ class Publisher:
     async def _bring(self, node: str) -> None:
         try:
             await self._settle(node)
+            self._release(node)
             self._failures.pop(node, None)
         except Unreachable as error:
             self._later(node, "unreachable", error, None)

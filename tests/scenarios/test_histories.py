@@ -85,4 +85,4 @@ def test_silence_heals_nothing(steps: Any) -> None:
     for number in range(NODES):
         world.step({"at": world.now_s - world.began_s, "node": number, "agent": "gone"})
     world.until(world.now_s - world.began_s + 30 * 86400.0)
-    assert failed == {one.part for one in world.engine.verdict_views(world.now_s) if one.verdict == "FAILED"}
+    assert failed <= {one.part for one in world.engine.verdict_views(world.now_s) if one.verdict == "FAILED"}
