@@ -51,22 +51,26 @@ class Api:
         return app
 
     async def nodes(self, request: web.Request) -> web.Response:
-        return self._list(self._a.core.engine.node_views(self._a.clock.now()))
+        now_s = self._a.clock.now()
+        return self._list(now_s, self._a.core.engine.node_views(now_s))
 
     async def gpus(self, request: web.Request) -> web.Response:
-        return self._list(self._a.core.engine.gpu_views(self._a.clock.now()))
+        now_s = self._a.clock.now()
+        return self._list(now_s, self._a.core.engine.gpu_views(now_s))
 
     async def verdicts(self, request: web.Request) -> web.Response:
         """Only parts that are not HEALTHY, or that people have decided about."""
-        return self._list(self._a.core.engine.verdict_views(self._a.clock.now()))
+        now_s = self._a.clock.now()
+        return self._list(now_s, self._a.core.engine.verdict_views(now_s))
 
     async def why(self, request: web.Request) -> web.Response:
         node, part = request.match_info["node"], request.match_info.get("part")
-        answer = self._a.core.engine.why(node, part, self._a.clock.now())
+        now_s = self._a.clock.now()
+        answer = self._a.core.engine.why(node, part, now_s)
         if answer is None:
             what = node if part is None else f"{node}/{part}"
             return error(404, "not known", what, "GET /v1/nodes and /v1/gpus list what is")
-        return self._body({"why": answer})
+        return self._body(now_s, {"why": answer})
 
     async def published(self, request: web.Request) -> web.Response:
         """What of ours stands on the nodes, as last seen, and the newest changes."""
@@ -81,14 +85,13 @@ class Api:
             "held_back": sorted(self._a.publisher.held_back)[:MAX_ITEMS],
         }
         standing = (standing_on(view, names) for view in self._a.publisher.views.values())
-        return self._list(
-            [item for item in standing if item is not None], writing=writing, recent=list(self._a.written.recent)
-        )
+        items = [item for item in standing if item is not None]
+        return self._list(self._a.clock.now(), items, writing=writing, recent=list(self._a.written.recent))
 
     async def policy(self, request: web.Request) -> web.Response:
-        return self._body(
-            {"policy": self._a.policy.state, "pools": list(self._a.core.engine.pool_views(self._a.clock.now()))}
-        )
+        now_s = self._a.clock.now()
+        pools = list(self._a.core.engine.pool_views(now_s))
+        return self._body(now_s, {"policy": self._a.policy.state, "pools": pools})
 
     async def healthz(self, request: web.Request) -> web.Response:
         return web.Response(text="ok\n")
@@ -100,13 +103,14 @@ class Api:
     async def metrics(self, request: web.Request) -> web.Response:
         return web.Response(body=self._scrape.text().encode(), headers={"Content-Type": CONTENT_TYPE})
 
-    def _list(self, items: Iterable[object], **more: object) -> web.Response:
+    def _list(self, now_s: float, items: Iterable[object], **more: object) -> web.Response:
         kept = list(islice(items, MAX_ITEMS + 1))
         truncated = len(kept) > MAX_ITEMS
-        return self._body({"items": kept[:MAX_ITEMS], "truncated": truncated, **more})
+        return self._body(now_s, {"items": kept[:MAX_ITEMS], "truncated": truncated, **more})
 
-    def _body(self, content: dict[str, Any]) -> web.Response:
-        head = {"epoch": self._a.epoch, "version": self._a.core.version, "at_s": self._a.clock.now()}
+    def _body(self, now_s: float, content: dict[str, Any]) -> web.Response:
+        """`at_s` is the time for which the answer holds."""
+        head = {"epoch": self._a.epoch, "version": self._a.core.version, "at_s": now_s}
         return web.Response(body=msgspec.json.encode(head | content), content_type="application/json")
 
 

@@ -20,11 +20,13 @@ from headway.commands import http
 ROOT = Path(__file__).parents[2]
 HEADWAY = [sys.executable, "-m", "headway"]
 SEED = "5"
+RECORDING = "inputs.jsonl"
 
 
-def demo(folder: Path, *arguments: str) -> subprocess.Popen[str]:
+def demo(folder: Path, *arguments: str, **variables: str) -> subprocess.Popen[str]:
     command = [*HEADWAY, "demo", "--seed", SEED, "--seconds", "6", "--dir", str(folder), *arguments]
-    return subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    env = {**os.environ, **variables}
+    return subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=env)
 
 
 def processes_of(folder: Path) -> list[str]:
@@ -97,7 +99,8 @@ class Staying:
 def staying(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Staying]:
     """A demo whose faults are over and whose cluster still runs."""
     folder = tmp_path_factory.mktemp("staying") / "demo"
-    process = demo(folder, "--json", "--stay")
+    recording = str(folder.parent / RECORDING)
+    process = demo(folder, "--json", "--stay", HEADWAY_AGGREGATOR_RECORD=recording)
     assert process.stdout is not None
     summary = json.loads(process.stdout.readline())
     log = (folder / "aggregator.log").read_text()
@@ -130,6 +133,33 @@ def test_status_and_why_say_what_is_known(staying: Staying) -> None:
         terms = sum(term["value"] for term in hazard["log_hazard_terms"])
         assert hazard["per_mgpuh"] == pytest.approx(2.718281828459045**terms, rel=1e-3), "the terms add up"
     assert [taint["effect"] for taint in why["published"]["taints"]] == ["NoSchedule"]
+
+
+def replayed(recording: Path, *arguments: str) -> bytes:
+    """What a fresh process makes of recorded inputs."""
+    command = [*HEADWAY, "replay-inputs", str(recording), "-o", "json", *arguments]
+    result = subprocess.run(command, cwd=ROOT, capture_output=True, timeout=60)
+    assert result.returncode == 0, result.stderr.decode()
+    return result.stdout
+
+
+def test_recorded_inputs_replay_to_the_same_verdicts(staying: Staying) -> None:
+    """Byte-equal in fresh processes, in any order, and what the API said while it ran."""
+    live = http.get(f"{staying.api}/v1/verdicts")
+    time.sleep(1.5)  # recorded inputs are written out once a second
+    recording = staying.folder.parent / RECORDING
+    at = ("--at", str(live["at_s"]))
+    once = replayed(recording, *at)
+    assert replayed(recording, *at) == once
+    for seed in range(3):
+        assert replayed(recording, *at, "--shuffle", str(seed)) == once
+    shown = json.loads(once)["verdicts"]
+    assert len(shown) >= 3
+    # Samples are not recorded, so a replay knows less of how fresh a part is.
+    for one in (*shown, *live["items"]):
+        del one["freshness"]
+    for mine, theirs in zip(shown, live["items"], strict=True):
+        assert mine == theirs
 
 
 def test_unknown_parts_are_refused_with_near_names(staying: Staying) -> None:
