@@ -14,15 +14,9 @@ everything else here is a cache of what follows from it at some `now`.
 
 from __future__ import annotations
 
-import heapq
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass
 
 from aggregator.engine import snapshot, views
-from aggregator.engine.admission import Admissions
-from aggregator.engine.assess import Assessment, assess, holds_slot, wants_out
-from aggregator.engine.bursts import RowBook
-from aggregator.engine.columns import Columns
 from aggregator.engine.desired import desired_node
 from aggregator.engine.fleet import NodeFacts
 from aggregator.engine.inputs import (
@@ -41,41 +35,21 @@ from aggregator.engine.inputs import (
     PolicyLoaded,
     Record,
 )
-from aggregator.engine.policy import Policy, Pool
-from aggregator.engine.policy_load import load_policy
+from aggregator.engine.policy import Policy
+from aggregator.engine.roster import Entry, Roster
 from aggregator.engine.words import Verdict
 from headway.names import Names
 
-#: Agents report each second up to so many nodes, and every five seconds above (section 5 of the design).
-FAST_NODES = 2048
-PACE_S = 1.0
-SLOW_PACE_S = 5.0
-MIN_STALE_S = 10.0
 #: A node that is gone, and whose agent is too, is forgotten after this.
 FORGET_GONE_S = 3600.0
-SHIPPED = PolicyLoaded(-1.0, "version: 1\n", "shipped")
-
-
-@dataclass(slots=True)
-class _Node:
-    facts: NodeFacts
-    pool: Pool
-    assessment: Assessment | None = None
-    #: Verdicts as last recorded, and whether the node was silent for too long when last looked at.
-    told: dict[str, Verdict] | None = None
-    unmonitored: bool = False
 
 
 class Engine:
     def __init__(self, names: Names, started_s: float) -> None:
         self._names = names
         self._started_s = started_s
-        self._nodes: dict[str, _Node] = {}
-        self._columns = Columns()
-        self._admissions = Admissions()
+        self._roster = Roster(names)
         self._loaded: PolicyLoaded | None = None
-        self._use(SHIPPED)
-        self._due: list[tuple[float, str]] = []
         self._pending: set[str] = set()
 
     # --- inputs ------------------------------------------------------------------------------------------------------
@@ -88,7 +62,7 @@ class Engine:
                 return self._node_seen(item)
             case NodeGone():
                 return self._node_gone(item)
-        node = self._node(item.node)
+        node = self._roster.entry(item.node)
         now = item.received_s if isinstance(item, AgentEvent) else item.at_s
         news = True
         match item:
@@ -111,30 +85,25 @@ class Engine:
         self, node: str, group: str, rows: tuple[str, ...], columns: tuple[str, ...], data: bytes, at_s: float
     ) -> None:
         """Newest values of a group: `data` = rows x columns little-endian f64, NaN = not measured. Latest wins."""
-        self._columns.absorb(node, group, rows, columns, data, at_s)
+        self._roster.columns.absorb(node, group, rows, columns, data, at_s)
 
     def _policy_loaded(self, item: PolicyLoaded) -> list[Effect]:
         have = self._loaded
         if have is not None and (item.at_s, item.text, item.file) <= (have.at_s, have.text, have.file):
             return []
         self._loaded = item
-        self._use(item)
-        self._admissions.disturb()
+        self._roster.use(item)
+        self._roster.admissions.disturb()
         effects: list[Effect] = []
-        for node in self._nodes.values():
+        for node in self._roster.nodes.values():
             node.assessment = None
-            self._place(node)
+            self._roster.place(node)
             if node.facts.evidence or node.facts.firsts:
                 effects += self._look(node, item.at_s, set())
-        return [*effects, *self._effects(set(self._nodes))]
-
-    def _use(self, item: PolicyLoaded) -> None:
-        self._policy = load_policy(item.text, item.file)
-        self._book = RowBook(self._policy)
-        self._pools = {pool.name: pool for pool in (*self._policy.pools, self._policy.default)}
+        return [*effects, *self._effects(set(self._roster.nodes))]
 
     def _node_seen(self, item: NodeSeen) -> list[Effect]:
-        node = self._node(item.node.name)
+        node = self._roster.entry(item.node.name)
         before = node.facts.seen.node if node.facts.seen is not None and node.facts.present else None
         node.facts.see(item)
         assert node.facts.seen is not None
@@ -144,53 +113,22 @@ class Engine:
         if before is not None and _read(before, self._names) == _read(after, self._names):
             return []
         node.assessment = None
-        self._place(node)
+        self._roster.place(node)
         return self._look(node, item.at_s, {after.name})
 
     def _node_gone(self, item: NodeGone) -> list[Effect]:
-        node = self._node(item.name)
+        node = self._roster.entry(item.name)
         node.facts.see_gone(item)
         if node.facts.present:
             return []
         node.assessment = None
-        self._admissions.remove(item.name)
+        self._roster.admissions.remove(item.name)
         return self._effects({item.name})
 
-    def _node(self, name: str) -> _Node:
-        node = self._nodes.get(name)
-        if node is None:
-            node = self._nodes[name] = _Node(NodeFacts(name), self._policy.default)
-        return node
-
-    def _place(self, node: _Node) -> None:
-        """Find the node's pool anew."""
-        seen = node.facts.seen
-        node.pool = self._policy.pool_for(seen.node.labels) if seen is not None else self._policy.default
-        if seen is not None and node.facts.present:
-            self._admissions.place(seen.node, node.pool, holds_slot(seen.node, self._names))
-
     # --- judging -----------------------------------------------------------------------------------------------------
-    def _assessed(self, node: _Node, now: float) -> Assessment:
-        """The node's assessment at `now`, from the cache where neither facts nor time have changed it."""
-        have = node.assessment
-        if have is not None and (have.next_s is None or now < have.next_s):
-            return have
-        facts = node.facts
-        made = node.assessment = assess(facts, self._book, node.pool, self._names, now)
-        if made.next_s is not None:
-            heapq.heappush(self._due, (made.next_s, facts.name))
-        wanted = wants_out(facts, made, self._names)
-        if wanted and facts.seen is not None:
-            word = any(one.drivers_word for one in wanted)
-            chance = made.interrupts(one.part for one in wanted)
-            self._admissions.want(facts.name, (holds_slot(facts.seen.node, self._names), word, chance))
-        else:
-            self._admissions.want(facts.name, None)
-        return made
-
-    def _look(self, node: _Node, now: float, dirty: set[str]) -> list[Effect]:
+    def _look(self, node: Entry, now: float, dirty: set[str]) -> list[Effect]:
         """Judge the node anew; verdicts that changed are Records."""
-        made = self._assessed(node, now)
+        made = node.looked = self._roster.assessed(node, now)
         verdicts = {part: judged.verdict for part, judged in made.parts.items() if judged.verdict > Verdict.HEALTHY}
         records: list[Effect] = []
         told = node.told or {}
@@ -206,7 +144,7 @@ class Engine:
         return [*records, *self._effects(dirty)]
 
     def _effects(self, dirty: set[str]) -> list[Effect]:
-        dirty = dirty | self._admissions.settle(self._pools) | self._pending
+        dirty = dirty | self._roster.admissions.settle(self._roster.pools) | self._pending
         self._pending.clear()
         return [Dirty(frozenset(dirty))] if dirty else []
 
@@ -215,18 +153,18 @@ class Engine:
         effects: list[Effect] = []
         dirty: set[str] = set()
         for name in nodes:
-            node = self._nodes.get(name)
+            node = self._roster.nodes.get(name)
             if node is None:
                 continue
             facts = node.facts
             if facts.gone is not None and not facts.present and not facts.online and _old(facts, now):
-                del self._nodes[name]
-                self._columns.forget(name)
+                del self._roster.nodes[name]
+                self._roster.columns.forget(name)
                 continue
-            had = node.assessment
-            if had is None or (had.next_s is not None and had.next_s <= now):
+            # Not whether it is due: whoever asked for a view in between has judged it, and nobody was told.
+            if self._roster.assessed(node, now) is not node.looked:
                 effects += self._look(node, now, {name})
-            unmonitored = self._unmonitored(node, now)
+            unmonitored = self._roster.unmonitored(node, now)
             if unmonitored != node.unmonitored:
                 node.unmonitored = unmonitored
                 dirty.add(name)
@@ -234,100 +172,71 @@ class Engine:
 
     def due(self, now: float) -> list[str]:
         """Nodes whose verdict time alone may have changed: to be swept at once."""
-        found: set[str] = set()
-        while self._due and self._due[0][0] <= now:
-            found.add(heapq.heappop(self._due)[1])
-        return sorted(found)
+        return sorted(self._roster.take_due(now))
+
+    def next_due_s(self) -> float | None:
+        """When `due` will next name a node; None: never by time alone."""
+        return self._roster.next_due_s()
 
     # --- outputs -----------------------------------------------------------------------------------------------------
     def desired(self, node: str, now: float) -> DesiredNode | None:
         """What should stand on the node; None: nothing is known of it, so nothing is to be touched."""
-        known = self._nodes.get(node)
+        known = self._roster.nodes.get(node)
         if known is None or known.facts.seen is None:
             return None
-        made = self._assessed(known, now)
-        self._pending |= self._admissions.settle(self._pools) - {node}
+        made = self._roster.assessed(known, now)
+        self._pending |= self._roster.admissions.settle(self._roster.pools) - {node}
         return desired_node(
             known.facts,
             made,
             self._names,
-            self._policy.hash,
-            held_back=self._admissions.held_back(node),
-            unmonitored=self._unmonitored(known, now),
+            self._roster.policy.hash,
+            held_back=self._roster.admissions.held_back(node),
+            unmonitored=self._roster.unmonitored(known, now),
             told_since_s=self._started_s,
         )
 
     def reserve(self, node: str) -> bool:
         """A fence of this node is about to be written. False: the budget has no room (any more), ask `desired` anew."""
-        self._pending |= self._admissions.settle(self._pools)
-        return self._admissions.reserve(node)
+        self._pending |= self._roster.admissions.settle(self._roster.pools)
+        return self._roster.admissions.reserve(node)
 
     def release(self, node: str) -> list[Effect]:
         """The outcome of that write has been seen, or it will not be tried again for now."""
-        self._admissions.release(node)
+        self._roster.admissions.release(node)
         return self._effects(set())
 
     @property
     def policy(self) -> Policy | None:
         """The policy in force; None: only the shipped rows, no policy was given yet."""
-        return self._policy if self._loaded is not None else None
-
-    def _stale_after_s(self, node: _Node) -> float:
-        if node.pool.stale_after_s is not None:
-            return node.pool.stale_after_s
-        pace_s = PACE_S if len(self._nodes) <= FAST_NODES or node.facts.evidence else SLOW_PACE_S
-        return max(MIN_STALE_S, 3.0 * pace_s)
-
-    def _unmonitored(self, node: _Node, now: float) -> bool:
-        if node.facts.connected is None:
-            return False
-        table_s = self._columns.tables["gpu"].at_s(node.facts.name)
-        times = [table_s, node.facts.newest_s, node.facts.connected.at_s]
-        return now - max(one for one in times if one is not None) > node.pool.unmonitored_after_s
+        return self._roster.policy if self._loaded is not None else None
 
     # --- views -------------------------------------------------------------------------------------------------------
-    def _window(self, node: _Node, now: float) -> views.Window:
-        return views.Window(
-            node.facts,
-            self._assessed(node, now),
-            self._admissions.held_back(node.facts.name),
-            self._stale_after_s(node),
-            self._names,
-            self._policy.priors,
-            self._policy.hash,
-            self._columns,
-            now,
-        )
-
-    def _windows(self, now: float) -> Iterator[views.Window]:
-        for name in sorted(self._nodes):
-            yield self._window(self._nodes[name], now)
-
     def node_views(self, now: float) -> Iterator[views.NodeStatus]:
-        return (views.node_status(window) for window in self._windows(now))
+        return (views.node_status(window) for window in self._roster.windows(now))
 
     def gpu_views(self, now: float) -> Iterator[views.GpuStatus]:
-        return (gpu for window in self._windows(now) for gpu in views.gpu_statuses(window))
+        return (gpu for window in self._roster.windows(now) for gpu in views.gpu_statuses(window))
 
     def verdict_views(self, now: float) -> Iterator[views.VerdictStatus]:
         """Parts that are not HEALTHY, or that people decided about."""
-        return (one for window in self._windows(now) for one in views.verdict_statuses(window))
+        return (one for window in self._roster.windows(now) for one in views.verdict_statuses(window))
 
     def why(self, node: str, part: str | None, now: float) -> views.Why | None:
         """`part`: `gpu-N`, UUID, PCI address or `node`; None: every part that evidence names. None: not known."""
-        known = self._nodes.get(node)
-        return views.why(self._window(known, now), part) if known is not None else None
+        known = self._roster.nodes.get(node)
+        return views.why(self._roster.window(known, now), part) if known is not None else None
 
     def pool_views(self, now: float) -> Iterable[views.PoolStatus]:
-        for name, pool in self._pools.items():
-            nodes, admission = self._admissions.of_pool(name)
+        for name, pool in self._roster.pools.items():
+            nodes, admission = self._roster.admissions.of_pool(name)
             held = tuple(sorted(admission.held_back))
             limit = pool.max_out.limit(nodes)
             yield views.PoolStatus(name, pool.level, nodes, limit, admission.out, len(held), held)
 
     # --- memory ------------------------------------------------------------------------------------------------------
     def snapshot(self) -> bytes:
-        return snapshot.to_bytes(self._loaded, (node.facts for node in self._nodes.values()))
+        return snapshot.to_bytes(self._loaded, (node.facts for node in self._roster.nodes.values()))
 
     @classmethod
     def restored(cls, names: Names, started_s: float, data: bytes) -> Engine:
@@ -337,7 +246,7 @@ class Engine:
         if memory.policy is not None:
             engine._policy_loaded(memory.policy)
         for facts in memory.nodes:
-            engine._nodes[facts.name] = _Node(facts, engine._policy.default)
+            engine._roster.nodes[facts.name] = Entry(facts, engine._roster.policy.default)
         return engine
 
 

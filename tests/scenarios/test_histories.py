@@ -8,6 +8,7 @@ from typing import Any
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from aggregator.engine.inputs import Dirty, Record
 from tests.scenarios.test_scenarios import verdicts
 from tests.scenarios.world import World
 
@@ -74,6 +75,18 @@ def test_no_more_are_fenced_than_the_budget_has_room_for(steps: Any, restart: st
     for _, node, effects in world.taint_history:
         fenced = fenced | {node} if "NoSchedule" in effects else fenced - {node}
         assert len(fenced) <= LIMIT
+
+
+def test_who_looks_first_keeps_no_change_from_the_publisher() -> None:
+    """A scrape judges a burst that is over; the sweep after it still says that the node has changed."""
+    world = World()
+    world.step({"at": 10.0, "xid": [0, 48]})
+    now_s = world.began_s + 15.05
+    assert [one.verdict for one in world.engine.verdict_views(now_s)] == ["SUSPECT"]
+    assert world.engine.due(now_s) == ["node-0"]
+    (record, dirty) = world.engine.sweep(["node-0"], now_s)
+    assert isinstance(record, Record)
+    assert dirty == Dirty(frozenset({"node-0"}))
 
 
 @settings(derandomize=True, max_examples=60, deadline=None)

@@ -109,15 +109,12 @@ class World:
     def until(self, at: float) -> None:
         """Time passes; what is due on the way is looked at when it is due."""
         end_s = START_S + at
-        while (due_s := self.next_due()) is not None and due_s <= end_s:
+        while (due_s := self.engine.next_due_s()) is not None and due_s <= end_s:
             self.now_s = max(self.now_s, due_s)
+            self.engine.due(self.now_s)
             self.write()
         self.now_s = end_s
         self.write()
-
-    def next_due(self) -> float | None:
-        waiting = [due_s for due_s, _ in self.engine._due if due_s > self.now_s]
-        return min(waiting, default=None)
 
     def write(self) -> None:
         """Desired, plan, patch, until nothing is left to do: the publisher without its network."""
