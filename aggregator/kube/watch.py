@@ -87,6 +87,8 @@ class Watch(Generic[T]):
         self._known: dict[str, Meta] = {}
         self._version = ""
         self._synced = asyncio.Event()
+        #: Times in a row that a version was too old, without a change heard in between.
+        self._expired = 0
         self.last_contact_s = 0.0
         self.relists = 0
         self.failing_since_s: float | None = None
@@ -109,17 +111,27 @@ class Watch(Generic[T]):
                 failures = 0
                 await self._watch()
             except _Expired:
-                self._version = ""
+                await self._start_over()
             except (KubeError, Unreachable, msgspec.DecodeError) as error:
                 if isinstance(error, KubeError) and error.status == 410:
-                    self._version = ""
+                    await self._start_over()
                     continue
                 failures += 1
                 self._failed(error)
-                delay_s = self._rng.uniform(0.05, min(BACKOFF_MAX_S, 0.2 * 2 ** min(failures, 8)))
+                delay_s = self._delay_s(failures)
                 if isinstance(error, KubeError) and error.retry_after_s:
                     delay_s = max(delay_s, min(error.retry_after_s, BACKOFF_MAX_S))
                 await asyncio.sleep(delay_s)
+
+    async def _start_over(self) -> None:
+        """List again: at once, but not in a loop where each new version is told to be too old as well."""
+        self._version = ""
+        self._expired += 1
+        if self._expired > 1:
+            await asyncio.sleep(self._delay_s(self._expired))
+
+    def _delay_s(self, failures: int) -> float:
+        return self._rng.uniform(0.05, min(BACKOFF_MAX_S, 0.2 * 2 ** min(failures, 8)))
 
     def _contact(self) -> None:
         self.last_contact_s = asyncio.get_running_loop().time()
@@ -171,6 +183,7 @@ class Watch(Generic[T]):
             self._contact()
             if event.type == "ERROR":
                 raise _Expired
+            self._expired = 0
             meta = _decode_meta(bytes(event.object)).metadata
             self._version = meta.resource_version
             if event.type == "BOOKMARK":
