@@ -66,6 +66,32 @@ def test_a_restart_publishes_the_same(steps: Any, how: str) -> None:
 
 
 @settings(derandomize=True, max_examples=120, deadline=None)
+@given(history, st.integers(0, 14), st.sampled_from(["snapshot", "empty"]))
+def test_a_restart_in_between_changes_nothing_later(steps: Any, at_step: int, how: str) -> None:
+    """What a process that saw all of it publishes, one that began in the middle publishes too."""
+    whole, restarted = World(NODES, GPUS), World(NODES, GPUS)
+    for world in (whole, restarted):
+        at = 200.0
+        for number, (gap, node, what) in enumerate(steps):
+            at = max(at + gap, world.now_s - world.began_s)
+            world.until(at)
+            if number == at_step and world is restarted:
+                world.step({"at": at, "restart": how})
+            world.step({"at": at, "node": node, **what})
+        world.until(world.now_s - world.began_s + 10.0)
+    assert published(restarted) == published(whole)
+
+
+def published(world: World) -> list[tuple[object, ...]]:
+    """Verdicts and taints; times to a tenth, since an annotation keeps milliseconds."""
+    shown = [
+        (one.node, one.label, one.verdict, one.fault_class, one.action, round(one.since or 0.0, 1))
+        for one in world.engine.verdict_views(world.now_s)
+    ]
+    return [*shown, *((node.name, world.taint(node)) for node in world.nodes)]
+
+
+@settings(derandomize=True, max_examples=120, deadline=None)
 @given(history, st.sampled_from(["snapshot", "empty", None]))
 def test_no_more_are_fenced_than_the_budget_has_room_for(steps: Any, restart: str | None) -> None:
     world = play(steps, max_out={"nodes": LIMIT})
