@@ -1,13 +1,15 @@
 """Repeats of a kernel line: the first is an event at once, further equal ones within 60 s become one later event.
 
 Pure: times are arguments, CLOCK_BOOTTIME seconds. Equal = same address (PCI and, where the line names one, link),
-family and code (with its subcode: a recovery action that changes to `none` is not a repeat of one that changes to
-`reset`). What is counted and not yet told stands in the journal's state under `repeats/<journal_id>/<seq of the first>`
-as [count, first_s, last_s], in the very record that moves the position past the counted lines.
+family and code, with all that tells what the code means here: subcode, gravity, and of three kinds of line a word of
+the text (a recovery action that changes to `none` is not a repeat of one that changes to `reset`). What is counted and
+not yet told stands in the journal's state under `repeats/<journal_id>/<seq of the first>` as [count, first_s, last_s],
+in the very record that moves the position past the counted lines.
 """
 
 from __future__ import annotations
 
+import re
 from collections import OrderedDict
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -21,6 +23,14 @@ WINDOW_S = 60.0
 MAX_WINDOWS = 256
 STATE_PREFIX = "repeats/"
 
+#: The word of a text by which the same code means another thing: which recovery action (XID 154), why a link went down
+#: (the first register of XID 149), and whether a GPU has fallen off the bus or is merely named.
+_TELLING = {
+    ("xid", 154): re.compile(r"changed from .{1,40} to 0x[0-9a-f]+"),
+    ("xid", 149): re.compile(r"\(0x[0-9a-f]+"),
+    ("off_bus", None): re.compile(r"fallen off the bus"),
+}
+
 Key = tuple[object, ...]
 
 
@@ -29,7 +39,9 @@ def state_key(journal_id: str, seq: int) -> str:
 
 
 def key_of(line: KernelLine) -> Key:
-    return (line.pci, line.link, line.family, line.code, line.subcode)
+    telling = _TELLING.get((line.family, line.code))
+    word = telling.search(line.raw) if telling is not None else None
+    return (line.pci, line.link, line.family, line.code, line.subcode, line.fatal, word[0] if word else None)
 
 
 @dataclass(slots=True)

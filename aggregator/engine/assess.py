@@ -149,9 +149,10 @@ def _memories(facts: NodeFacts, names: Names) -> dict[str, Memory]:
 
 
 def _reaches_back(facts: NodeFacts, memory: Memory) -> bool:
-    """The journal that was applied covers the time at which this was published: it says more than the memory."""
+    """The journal that was applied holds what this was published for, up to BURST_S before: it says more than the
+    memory. A journal that began in between does not."""
     oldest_s = facts.oldest_s
-    return facts.caught_up and facts.lost == 0 and oldest_s is not None and oldest_s <= memory.since + BURST_S
+    return facts.caught_up and facts.lost == 0 and oldest_s is not None and oldest_s <= memory.since - BURST_S
 
 
 def _known_since(facts: NodeFacts, part: str) -> float | None:

@@ -8,10 +8,11 @@ import re
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 
+from aggregator.engine.decode import is_remap_by_product
 from aggregator.engine.evidence import BURST_S, SLOT_FAMILY, SOURCE_FAMILY, Kind, Point, row_of
 from aggregator.engine.fleet import NODE, NodeFacts
 from aggregator.engine.policy import NvmlSilent, Policy, Row
-from aggregator.engine.words import Scope
+from aggregator.engine.words import FaultClass, Job, Scope
 from headway.wire import Event
 
 #: RLW_REMAP (145) within this time of a link that went down on the node is a by-product of it ([XC]).
@@ -180,6 +181,8 @@ def _attribute(parts: dict[str, list[Burst]]) -> None:
         xids = [burst for burst in bursts if burst.kind[0] == "xid"]
         for burst in xids:
             burst.consequence_of = _origin(burst, xids, downs)
+        for burst in xids:
+            burst.consequence_of = burst.consequence_of or _echo_of(burst, xids)
 
 
 def _origin(burst: Burst, xids: list[Burst], downs: list[Burst]) -> str | None:
@@ -190,12 +193,24 @@ def _origin(burst: Burst, xids: list[Burst], downs: list[Burst]) -> str | None:
         origin = next((one for one in xids if one.code not in ("45", "154") and _near(one, burst)), None)
         return origin.what if origin else None
     if burst.code == "109":
-        origin = next(
-            (one for one in xids if one.code in ("13", "31") and one.first_s <= burst.first_s <= one.last_s + BURST_S),
-            None,
-        )
+        origin = next((one for one in xids if one.code in ("13", "31") and _follows(burst, one)), None)
         return origin.what if origin else None
-    if burst.code == "145" and "RLW_REMAP" in raw:
+    if burst.code == "145" and burst.first.line is not None and is_remap_by_product(burst.first.line):
         origin = next((one for one in downs if one.first_s <= burst.first_s <= one.last_s + LINK_DOWN_S), None)
         return origin.what if origin else None
     return None
+
+
+def _echo_of(burst: Burst, xids: list[Burst]) -> str | None:
+    """An application's error after one that is not its own and of which its job dies."""
+    if burst.row.fault_class is not FaultClass.APPLICATION:
+        return None
+    for one in xids:
+        own = one.row.fault_class is FaultClass.APPLICATION or one.consequence_of is not None
+        if not own and one.row.job is Job.DIES and _follows(burst, one):
+            return one.what
+    return None
+
+
+def _follows(burst: Burst, origin: Burst) -> bool:
+    return origin.first_s <= burst.first_s <= origin.last_s + BURST_S

@@ -28,6 +28,8 @@ INTR_INFO_V2_DRIVER = 575
 #: Link-down reasons of 149 that speak of the device at the other end, and those that are orders or software's.
 PEER_REASONS = frozenset({21, *range(32, 38)})
 IGNORED_REASONS = frozenset({38, 40})
+#: Highest error status of 145 RLW_REMAP that only follows from a link down; 0x40 and 0x80 ask for a reset themselves.
+MAX_REMAP_BY_PRODUCT = 0x20
 SIGNAL_REASONS = frozenset({2, 4, 10})
 CABLE_REASONS = frozenset({42, 43})
 
@@ -121,15 +123,28 @@ def subcode_of(line: KernelLine) -> str | None:
 
     An SXID, a fabric manager's or an AER line: the gravity it prints, `fatal` or `nonfatal`. XID 154: the recovery
     action that the driver asks for now. `off_bus`: `fallen` where one line says of one address that it has; the first
-    line of the three-line notice is the same for GPUs that are merely not supported. Else what is printed (144-150).
+    line of the three-line notice is the same for GPUs that are merely not supported. XID 149: `link_down_ordered` or
+    `link_down_peer` where the printed reason is an order or the other end's. Else what is printed (144-150).
     """
     if line.family in ("sxid", "fabric_manager", "aer", "dpc") and line.fatal is not None:
         return "fatal" if line.fatal else "nonfatal"
     if line.family == "xid" and line.code == 154:
         return decode(line).recovery_action
+    if line.family == "xid" and line.code == 149:
+        said = decode(line)
+        return "link_down_ordered" if said.ignorable else "link_down_peer" if said.peer_device else line.subcode
     if line.family == "off_bus":
         return "fallen" if line.pci is not None and "fallen off the bus" in line.raw[:MAX_LINE_CHARS] else None
     return line.subcode
+
+
+def is_remap_by_product(line: KernelLine) -> bool:
+    """XID 145 RLW_REMAP as it comes with a link that goes down: error status 0x1-0x20, or none printed. The higher ones
+    are errors of their own."""
+    if line.code != 145 or line.subcode != "RLW_REMAP":
+        return False
+    numbers = _numbers(line.raw[:MAX_LINE_CHARS])
+    return len(numbers) < 2 or numbers[1] <= MAX_REMAP_BY_PRODUCT
 
 
 def _unit_13(text: str) -> str | None:

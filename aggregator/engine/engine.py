@@ -212,19 +212,30 @@ class Engine:
         return self._roster.policy if self._loaded is not None else None
 
     # --- views -------------------------------------------------------------------------------------------------------
+    def _judge_all(self, now: float) -> None:
+        """Who has a place under a budget depends on every node of the pool: judge all before one is shown."""
+        for node in self._roster.nodes.values():
+            self._roster.assessed(node, now)
+        self._pending |= self._roster.admissions.settle(self._roster.pools)
+
+    def _windows(self, now: float) -> Iterator[views.Window]:
+        self._judge_all(now)
+        return self._roster.windows(now)
+
     def node_views(self, now: float) -> Iterator[views.NodeStatus]:
-        return (views.node_status(window) for window in self._roster.windows(now))
+        return (views.node_status(window) for window in self._windows(now))
 
     def gpu_views(self, now: float) -> Iterator[views.GpuStatus]:
-        return (gpu for window in self._roster.windows(now) for gpu in views.gpu_statuses(window))
+        return (gpu for window in self._windows(now) for gpu in views.gpu_statuses(window))
 
     def verdict_views(self, now: float) -> Iterator[views.VerdictStatus]:
         """Parts that are not HEALTHY, or that people decided about."""
-        return (one for window in self._roster.windows(now) for one in views.verdict_statuses(window))
+        return (one for window in self._windows(now) for one in views.verdict_statuses(window))
 
     def why(self, node: str, part: str | None, now: float) -> views.Why | None:
         """`part`: `gpu-N`, UUID, PCI address or `node`; None: every part that evidence names. None: not known."""
         known = self._roster.nodes.get(node)
+        self._judge_all(now)
         return views.why(self._roster.window(known, now), part) if known is not None else None
 
     def pool_views(self, now: float) -> Iterable[views.PoolStatus]:

@@ -4,17 +4,26 @@ A scenario reads like a log. Each step has a time `at` (seconds) and one thing t
 
     xid: [GPU, CODE, TEXT]      a kernel line about GPU N of the node, read by the recogniser
     line: TEXT                  any kernel line; {0} is the PCI address of GPU 0
+    nvml_xid: [GPU, CODE]       the same as NVML tells it: the code alone
+    repeats: {count, first}     the agent counted so many more of the newest line from then until now
     word: [GPU, NAME, VALUE]    the driver's own word, as NVML gives it
     nvml: silent | ok           NVML unanswered (3 probes over 120 s), or answering again
     slot: [GPU, VALUE]          the slot is missing or present on the PCI bus
-    reset: GPU                  a new epoch of the GPU, in which the driver asks for nothing
+    reset: GPU                  a new epoch of the GPU, in which the driver asks for nothing; [GPU, ACTION]: for that
     reboot: true                a new boot of the node: a new epoch of every GPU, a new journal
     swap: GPU                   another GPU (UUID) in the slot
+    exchange: true              the GPUs of the first two slots, each in the other's
     agent: gone | back          the session ends, or begins anew
     annotate: {KEY: VALUE}      people decide: override, forget-before
-    cordon: true | false        by others
+    cordon: true | false        by others; so are the next three
+    label: {KEY: VALUE}
+    theirs: {...}               a taint that is not ours
+    ready: true | false
     policy: {...}               settings of the pool
-    restart: snapshot | empty   the aggregator goes on from its snapshot, or with an empty disk
+    restart: snapshot           the aggregator goes on from its snapshot
+             empty              with an empty disk
+             annotation         the same, and the agents' journals are gone as well
+             alone              with an empty disk, and no agent comes
     expect: {...}               see `World.expect`
 
 `node: N` chooses the node (0 without it). After each step what is desired is written, as the publisher would.
@@ -42,9 +51,9 @@ from aggregator.engine.inputs import (
     Taint,
 )
 from aggregator.kube.plan import Patch, plan
-from headway.kernel_log import recognise
+from headway.kernel_log import KernelLine, recognise
 from headway.names import Names
-from headway.wire import Epoch, Event, GpuInfo
+from headway.wire import Epoch, Event, GpuInfo, Repeats
 
 NAMES = Names()
 #: Seconds since 1970 at `at: 0`.
@@ -59,7 +68,9 @@ class Node:
     def __init__(self, number: int, gpus: int) -> None:
         self.name = f"node-{number}"
         self.boot = 0
+        self.disk = 0
         self.seq = 0
+        self.words: dict[tuple[str, str], str] = {}
         self.uuids = [f"GPU-{number}-{gpu}" for gpu in range(gpus)]
         self.epochs = [[0, 0] for _ in range(gpus)]
         self.events: list[AgentEvent] = []
@@ -75,7 +86,7 @@ class Node:
     def event(self, at_s: float, kind: Any, source: str, **fields: Any) -> AgentEvent:
         self.seq += 1
         event = Event(self.seq, f"boot-{self.boot}", at_s - START_S + 1000.0, at_s, kind, source, **fields)
-        made = AgentEvent(at_s, at_s, self.name, f"journal-{self.name}-{self.boot}", event)
+        made = AgentEvent(at_s, at_s, self.name, f"journal-{self.name}-{self.boot}-{self.disk}", event)
         self.events.append(made)
         return made
 
@@ -169,13 +180,26 @@ class World:
         assert line is not None, f"the recogniser takes this for noise: {text}"
         self.feed(node.event(self.now_s, "kernel_line", "kernel_log", line=line))
 
+    def nvml_xid(self, node: Node, said: list[Any]) -> None:
+        gpu, code = said
+        line = KernelLine(family="xid", raw=f"NVML event: XID {code}", code=code, pci=ADDRESSES[gpu])
+        self.feed(node.event(self.now_s, "kernel_line", "nvml", line=line))
+
+    def repeats(self, node: Node, told: dict[str, Any]) -> None:
+        of = next(one.event for one in reversed(node.events) if one.event.kind == "kernel_line")
+        boottime_s = 1000.0 + self.now_s - START_S
+        counted = Repeats(of.seq, told["count"], 1000.0 + told["first"], boottime_s)
+        self.feed(node.event(self.now_s, "repeats", "kernel_log", repeats=counted))
+
     def word(self, node: Node, said: list[Any]) -> None:
         gpu, name, value = said
-        self.feed(
-            node.event(
-                self.now_s, "state", "nvml", name=name, value=str(value).lower(),
-                uuid=node.uuids[gpu], pci=ADDRESSES[gpu], epoch=node.epoch(gpu),
-            )
+        node.words[node.uuids[gpu], name] = str(value).lower()
+        self.feed(self.tell(node, gpu, name, str(value).lower()))
+
+    def tell(self, node: Node, gpu: int, name: str, value: str) -> AgentEvent:
+        return node.event(
+            self.now_s, "state", "nvml", name=name, value=value,
+            uuid=node.uuids[gpu], pci=ADDRESSES[gpu], epoch=node.epoch(gpu),
         )  # fmt: skip
 
     def nvml(self, node: Node, value: str) -> None:
@@ -185,10 +209,11 @@ class World:
     def slot(self, node: Node, said: list[Any]) -> None:
         self.feed(node.event(self.now_s, "slot", "pci", pci=ADDRESSES[said[0]], value=said[1]))
 
-    def reset(self, node: Node, gpu: int) -> None:
+    def reset(self, node: Node, said: int | list[Any]) -> None:
+        gpu, action = said if isinstance(said, list) else (said, "none")
         node.epochs[gpu][1] += 1
         self.feed(node.event(self.now_s, "gpu", "nvml", gpu=node.info(gpu)))
-        self.word(node, [gpu, "recovery_action", "none"])
+        self.word(node, [gpu, "recovery_action", action])
 
     def reboot(self, node: Node, _: bool) -> None:
         self.feed(AgentGone(self.now_s, node.name))
@@ -206,6 +231,11 @@ class World:
         node.epochs[gpu][1] = 0
         self.feed(node.event(self.now_s, "gpu", "nvml", gpu=node.info(gpu)))
 
+    def exchange(self, node: Node, _: bool) -> None:
+        node.uuids[:2] = reversed(node.uuids[:2])
+        for gpu in range(2):
+            self.feed(node.event(self.now_s, "gpu", "nvml", gpu=node.info(gpu)))
+
     def agent(self, node: Node, what: str) -> None:
         if what == "gone":
             self.feed(AgentGone(self.now_s, node.name))
@@ -218,6 +248,17 @@ class World:
 
     def cordon(self, node: Node, on: bool) -> None:
         self.see(node, msgspec.structs.replace(node.view, unschedulable=on))
+
+    def label(self, node: Node, labels: dict[str, str]) -> None:
+        self.see(node, msgspec.structs.replace(node.view, labels={**node.view.labels, **labels}))
+
+    def theirs(self, node: Node, taint: dict[str, str]) -> None:
+        self.see(node, msgspec.structs.replace(node.view, taints=(*node.view.taints, Taint(**taint))))
+
+    def ready(self, node: Node, on: bool) -> None:
+        others = tuple(one for one in node.view.conditions if one.type != "Ready")
+        word = Condition("Ready", str(on), "KubeletReady" if on else "KubeletNotReady", "")
+        self.see(node, msgspec.structs.replace(node.view, conditions=(*others, word)))
 
     def policy(self, settings: dict[str, Any]) -> None:
         """Settings of the one pool; `classes_off` and `rows` belong to the whole policy."""
@@ -243,7 +284,11 @@ class World:
         for node in self.nodes:
             self.feed(NodeSeen(self.now_s, node.view))
         self.write()
+        if how == "alone":
+            return
         for node in self.nodes:
+            if how == "annotation":
+                self.new_journal(node)
             self.connect(node, backfilling=True)
             self.write()
             for event in reversed(node.events):  # newest first, as live events overtake the backfill
@@ -251,6 +296,17 @@ class World:
                 self.write()
             self.feed(BackfillDone(self.now_s, node.name))
             self.write()
+
+    def new_journal(self, node: Node) -> None:
+        """An agent without a past tells what is there, and each value that is not the default."""
+        node.disk += 1
+        node.seq = 0
+        node.events.clear()
+        for gpu, uuid in enumerate(node.uuids):
+            node.event(self.now_s, "gpu", "nvml", gpu=node.info(gpu))
+            for (of, name), value in node.words.items():
+                if of == uuid and value not in ("none", "false"):
+                    self.tell(node, gpu, name, value)
 
     # --- what must be so ---------------------------------------------------------------------------------------------
     def expect(self, wanted: dict[str, Any]) -> None:

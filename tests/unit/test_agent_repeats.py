@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from agent.repeats import MAX_WINDOWS, WINDOW_S, Repeating
-from headway.kernel_log import KernelLine
+from headway.kernel_log import KernelLine, recognise
 from headway.wire import Event
 
 
@@ -39,6 +40,40 @@ def test_what_makes_a_line_another_one() -> None:
         assert repeating.count(other, 1.0) is None
     same = KernelLine(family="xid", raw="another text", code=74, pci="0000:3b:00.0", link=1, pid=7, process="x")
     assert repeating.count(same, 1.0), "the process and the text do not matter"
+
+
+@pytest.mark.parametrize(
+    ("one", "other"),
+    [
+        (
+            "NVRM: Xid (PCI:0000:3b:00): 154, GPU recovery action changed from 0x4 (Drain and Reset) to 0x0 (None)",
+            "NVRM: Xid (PCI:0000:3b:00): 154, GPU recovery action changed from 0x0 (None) to 0x1 (GPU Reset Required)",
+        ),
+        (
+            "NVRM: Xid (PCI:0000:3b:00): 149, NETIR_LINK_EVT Fatal XC0 i0 Link 09 (0x026001c6 0x00000000 0x00000000)",
+            "NVRM: Xid (PCI:0000:3b:00): 149, NETIR_LINK_EVT Fatal XC0 i0 Link 09 (0x004525c6 0x00000000 0x00000000)",
+        ),
+        ("NVRM: The NVIDIA GPU 0000:3b:00.0", "NVRM: GPU 0000:3b:00.0: GPU has fallen off the bus."),
+        (
+            "pcieport 0000:00:02.0: AER: Corrected error received: id=0010",
+            "pcieport 0000:00:02.0: AER: Uncorrected (Fatal) error received: id=0010",
+        ),
+        (
+            "nvidia-nvswitch0: SXid (PCI:0000:c3:00.0): 24007, Non-fatal, Link 28 sourcetrack timeout error (First)",
+            "nvidia-nvswitch0: SXid (PCI:0000:c3:00.0): 24007, Fatal, Link 28 sourcetrack timeout error (First)",
+        ),
+    ],
+)
+def test_a_graver_line_is_no_repeat_of_a_milder_one(one: str, other: str) -> None:
+    """The same address, family and code, but another meaning: folded away, it would never be judged."""
+    milder, graver = recognise(one), recognise(other)
+    assert milder is not None
+    assert graver is not None
+    assert (milder.pci, milder.family, milder.code) == (graver.pci, graver.family, graver.code)
+    repeating = Repeating()
+    repeating.opened(first(0, 0.0, milder), "j")
+    assert repeating.count(milder, 1.0) is not None
+    assert repeating.count(graver, 1.0) is None
 
 
 def test_when_all_windows_are_open_the_oldest_is_told_early() -> None:
