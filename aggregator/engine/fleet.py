@@ -54,6 +54,8 @@ class NodeFacts(msgspec.Struct):
     #: Newest view of the Kubernetes node, and by Node UID the first one: what stood there before this process.
     seen: NodeSeen | None = None
     firsts: dict[str, NodeSeen] = {}
+    #: (Node UID, its `born_s`) of the node that an earlier process knew last.
+    lived: tuple[str, float] | None = None
     gone: NodeGone | None = None
     connected: AgentConnected | None = None
     #: Newest driver version told, and when; outlives the session and the process.
@@ -88,7 +90,12 @@ class NodeFacts(msgspec.Struct):
     @property
     def born_s(self) -> float:
         """When the node was made anew under its name; what was said of the node itself before is about another."""
-        return self.first_seen.at_s if len(self.firsts) > 1 and self.first_seen is not None else 0.0
+        first = self.first_seen
+        if first is None:
+            return 0.0
+        if self.lived is not None and self.lived[0] == first.node.uid:
+            return self.lived[1]
+        return first.at_s if len(self.firsts) > 1 or self.lived is not None else 0.0
 
     @property
     def online(self) -> bool:

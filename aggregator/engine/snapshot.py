@@ -27,11 +27,23 @@ _decoder = msgspec.msgpack.Decoder(Memory)
 def to_bytes(policy: PolicyLoaded | None, nodes: Iterable[NodeFacts]) -> bytes:
     kept = [
         msgspec.structs.replace(
-            facts, seen=None, firsts={}, gone=None, connected=None, agent_gone_s=-1.0, backfill_s=-1.0
+            facts,
+            lived=_lived(facts),
+            seen=None,
+            firsts={},
+            gone=None,
+            connected=None,
+            agent_gone_s=-1.0,
+            backfill_s=-1.0,
         )
         for facts in nodes
     ]
     return _encoder.encode(Memory(FORMAT, policy, kept))
+
+
+def _lived(facts: NodeFacts) -> tuple[str, float] | None:
+    """Views of nodes are told anew, but not which of the evidence is about an earlier node of the same name."""
+    return (facts.seen.node.uid, facts.born_s) if facts.seen is not None else facts.lived
 
 
 def from_bytes(data: bytes) -> Memory:

@@ -5,10 +5,11 @@ from __future__ import annotations
 import random
 from typing import Any
 
+import msgspec
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from aggregator.engine.inputs import Dirty, Record
+from aggregator.engine.inputs import AgentEvent, Dirty, Input, Record
 from tests.scenarios.test_scenarios import verdicts
 from tests.scenarios.world import World
 
@@ -44,19 +45,29 @@ def play(steps: list[tuple[float, int, dict[str, Any]]], **policy: Any) -> World
 
 
 @settings(derandomize=True, max_examples=120, deadline=None)
-@given(history, st.integers(0, 999))
-def test_what_is_known_is_a_function_of_the_set_of_inputs(steps: Any, seed: int) -> None:
-    world = play(steps)
+@given(history, st.integers(0, 999), st.integers(LIMIT, NODES))
+def test_what_is_known_is_a_function_of_the_set_of_inputs(steps: Any, seed: int, limit: int) -> None:
+    """Whatever the order, and however often: sent again after a reconnect, an event may be mapped to a later time."""
+    world = play(steps, max_out={"nodes": limit})
     rng = random.Random(seed)
-    inputs = [*world.inputs, *rng.sample(world.inputs, len(world.inputs) // 2)]
+    again = [sent_again(one, rng.choice([0.0, 0.001, 0.3])) for one in rng.sample(world.inputs, len(world.inputs) // 2)]
+    inputs = [*world.inputs, *again]
+    expected = verdicts(inputs, world.now_s)
     rng.shuffle(inputs)
-    assert verdicts(inputs, world.now_s) == verdicts(world.inputs, world.now_s)
+    assert verdicts(inputs, world.now_s) == expected
+
+
+def sent_again(item: Input, later_s: float) -> Input:
+    if not isinstance(item, AgentEvent):
+        return item
+    return msgspec.structs.replace(item, at_s=item.at_s + later_s, received_s=item.received_s + 10.0)
 
 
 @settings(derandomize=True, max_examples=120, deadline=None)
-@given(history, st.sampled_from(["snapshot", "empty"]))
+@given(history, st.sampled_from(["snapshot", "empty", "annotation", "alone"]))
 def test_a_restart_publishes_the_same(steps: Any, how: str) -> None:
-    """Nothing of ours is removed, weakened or added by it, at no moment of the warm-up."""
+    """Nothing of ours is removed, weakened or added by it, at no moment of the warm-up; nor where our own annotation is
+    all that is left, or no agent comes."""
     world = play(steps)
     at = world.now_s - world.began_s + 10.0
     world.until(at)  # the newest burst is over

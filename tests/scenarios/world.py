@@ -20,7 +20,9 @@ A scenario reads like a log. Each step has a time `at` (seconds) and one thing t
     theirs: {...}               a taint that is not ours
     ready: true | false
     policy: {...}               settings of the pool
+    recreate: true              the Node object is deleted and made anew under its name; nothing of ours stands on it
     restart: snapshot           the aggregator goes on from its snapshot
+             recreated          the same, and meanwhile the Node objects were made anew
              empty              with an empty disk
              annotation         the same, and the agents' journals are gone as well
              alone              with an empty disk, and no agent comes
@@ -45,6 +47,7 @@ from aggregator.engine.inputs import (
     BackfillDone,
     Condition,
     Input,
+    NodeGone,
     NodeSeen,
     NodeView,
     PolicyLoaded,
@@ -260,6 +263,15 @@ class World:
         word = Condition("Ready", str(on), "KubeletReady" if on else "KubeletNotReady", "")
         self.see(node, msgspec.structs.replace(node.view, conditions=(*others, word)))
 
+    def recreate(self, node: Node, _: bool) -> None:
+        self.feed(NodeGone(self.now_s, node.name, node.view.uid))
+        self.now_s += 1.0
+        self.see(node, self.made_anew(node))
+
+    def made_anew(self, node: Node) -> NodeView:
+        ready = tuple(one for one in node.view.conditions if one.type == "Ready")
+        return NodeView(node.name, f"{node.view.uid}-new", "1", labels=node.view.labels, conditions=ready)
+
     def policy(self, settings: dict[str, Any]) -> None:
         """Settings of the one pool; `classes_off` and `rows` belong to the whole policy."""
         self.settings |= settings
@@ -275,7 +287,10 @@ class World:
     def restart(self, how: str) -> None:
         """A new process: it lists the nodes, then the agents come and send what it has not seen yet."""
         policy = next(item for item in reversed(self.inputs) if isinstance(item, PolicyLoaded))
-        if how == "snapshot":
+        if how == "recreated":
+            for node in self.nodes:
+                node.view = self.made_anew(node)
+        if how in ("snapshot", "recreated"):
             self.engine = Engine.restored(NAMES, self.now_s, self.engine.snapshot())
         else:
             self.engine = Engine(NAMES, self.now_s)
