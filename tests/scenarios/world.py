@@ -326,7 +326,8 @@ class World:
     # --- what must be so ---------------------------------------------------------------------------------------------
     def expect(self, wanted: dict[str, Any]) -> None:
         """`gpu-0`, `node-1/gpu-0`, `node-1/node`: a verdict, or fields of it as the API shows them. `taint`,
-        `node-1 taint`: our taint's effect. `tainted`, `over_budget`: node names. `what`: part of the condition."""
+        `node-1 taint`: our taint's effect. `tainted`, `over_budget`: node names. `what`: part of the condition.
+        `annotation`: parts in our memory of node 0. `changes`: of our taints, on all nodes until now."""
         shown = {
             f"{one['node']}/{one['label']}": one
             for one in map(msgspec.to_builtins, self.engine.verdict_views(self.now_s))
@@ -344,6 +345,8 @@ class World:
                 have = [c.message for c in self.nodes[0].view.conditions if c.type == NAMES.condition]
                 assert any(value in text for text in have), (value, have)
                 continue
+            elif key == "changes":
+                have = len(self.taint_history)
             elif key == "annotation":
                 text = self.nodes[0].view.annotations.get(NAMES.state)
                 have = sorted(json.loads(text)["parts"]) if text else []
