@@ -76,12 +76,16 @@ class Model:
 
 
 def taint_changes(run: HeadwayRun, mark: int, node: str) -> list[str]:
-    """`add` and `remove` of our hard taint by what the API server stored (audit log), in order."""
+    """`add` and `remove` of our hard taint by what the API server stored (audit log), in order.
+
+    A request whose client was killed before the answer may be stored and is logged with another code than 200: only
+    what was refused is left out. Should it not have been stored, the same change follows, and counts once.
+    """
     changes: list[str] = []
     stands = False
     for entry in run.writes(mark, [node]):
         spec = entry.raw.get("requestObject", {}).get("spec")
-        if entry.resource != "nodes" or entry.code != 200 or spec is None:
+        if entry.resource != "nodes" or 400 <= entry.code < 500 or spec is None:
             continue
         taints = [(taint["key"], taint["effect"]) for taint in spec["taints"] or ()]
         now = (NAMES.fault_taint, "NoSchedule") in taints
