@@ -7,7 +7,6 @@ import os
 import shutil
 import signal
 import subprocess
-import time
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager, suppress
 from pathlib import Path
@@ -183,21 +182,19 @@ async def test_a_call_that_hangs_is_told_and_not_killed(start: Start, fake: Fake
     async with running.listen() as listener:
         await listener.wait_for(Snapshot)
         with fake.edit() as node:
-            node.block("nvmlDeviceGetFieldValues", 3.0, node.gpus[1])
+            node.block("nvmlDeviceGetFieldValues", 6.0, node.gpus[1])
         overdue = await listener.wait_for(Overdue)
         assert (overdue.busy.call, overdue.busy.uuid) == ("nvmlDeviceGetFieldValues", fake.read().gpus[1].uuid)
         for nonce in range(1, 6):
-            asked_s = time.monotonic()
             pong = await listener.pong(nonce)
-            assert time.monotonic() - asked_s < 0.5, "a ping waits for no call"
-            assert pong.busy is not None
+            assert pong.busy is not None, "a ping waits for no call: it was answered inside one"
             assert pong.busy.overdue
             assert pong.busy.since_s == overdue.busy.since_s
             assert pong.busy.busy_s > 0.5
             await asyncio.sleep(0.2)
         returned = await listener.wait_for(Returned)
         assert returned.since_s == overdue.busy.since_s
-        assert returned.took_s > 2.5
+        assert returned.took_s > 5.0
         with fake.edit() as node:
             node.clear_rules()
         await listener.gpus(lambda gpus: all(gpu.recovery_action == "none" for gpu in gpus))
