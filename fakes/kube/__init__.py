@@ -14,6 +14,7 @@ store      objects, versions, history               api         verbs on the sto
 tokens     ServiceAccount tokens and reviews        tables      what `kubectl get` prints
 server     HTTP, authentication, watches            audit       the audit log
 cluster    scheduler, kubelet, garbage collection   embedded    the server with its files
+protobuf   bodies that kubectl sends so             targets     what path and method name
 """
 
 from fakes.kube.embedded import EmbeddedKube

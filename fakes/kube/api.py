@@ -116,8 +116,9 @@ class Api:
         self._check_name(new, name)
         current = self.store.get(resource, namespace, name)
         if current is None:
-            if resource.plural in CREATED_BY_PUT:
-                return self.create(resource, namespace, body, options)
+            if resource.plural in CREATED_BY_PUT:  # whatever version the writer had read
+                unread = {key: value for key, value in (body.get("metadata") or {}).items() if key != "resourceVersion"}
+                return self.create(resource, namespace, body | {"metadata": unread}, options)
             raise not_found(resource.group, resource.plural, name)
         given = new["metadata"]
         if not given.get("resourceVersion") and not resource.unconditional_update:

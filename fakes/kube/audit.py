@@ -11,7 +11,7 @@ from typing import Any, BinaryIO
 import msgspec
 
 from fakes.kube.status import Obj
-from fakes.kube.tokens import User
+from fakes.kube.tokens import ANONYMOUS, User
 
 #: At this size the file becomes `<name>.1`, over the one before it.
 MAX_BYTES = 256 * 1024 * 1024
@@ -44,7 +44,6 @@ class AuditLog:
         self._file: BinaryIO = path.open("ab", buffering=0)
 
     def write(self, request: Request, code: int) -> None:
-        user = {"username": "system:anonymous", "groups": ["system:unauthenticated"]}
         entry: Obj = {
             "kind": "Event",
             "apiVersion": "audit.k8s.io/v1",
@@ -53,7 +52,7 @@ class AuditLog:
             "stage": "ResponseComplete",
             "requestURI": request.uri,
             "verb": request.verb,
-            "user": request.user.as_object() if request.user else user,
+            "user": (request.user or ANONYMOUS).as_object(),
             "sourceIPs": [request.source],
             "userAgent": request.agent,
             "responseStatus": {"metadata": {}, "code": code},

@@ -12,7 +12,9 @@ from typing import Any
 
 from fakes.kube.status import Obj
 
-_STAMP = re.compile(r"\d{4}-\d{2}-\d{2}T\d{2}:\d{2}:\d{2}(\.\d+)?(Z|[+-]\d{2}:\d{2})")
+_DAY_AND_TIME, _ZONE = r"\d{4}-\d{2}-\d{2}T\d{2}:\d{2}:\d{2}", r"(Z|[+-]\d{2}:\d{2})"
+_STAMP = re.compile(rf"{_DAY_AND_TIME}(\.\d+)?{_ZONE}")
+_MICRO_STAMP = re.compile(rf"{_DAY_AND_TIME}\.\d{{6}}{_ZONE}")
 
 
 class WrongType(Exception):
@@ -49,7 +51,8 @@ class Struct:
 
 
 STR, INT, BOOL, TIME, MICROTIME = (Scalar(name) for name in ("string", "int", "bool", "time", "microtime"))
-POINTER_STR = Scalar("*string")  # an empty string is a value of its own
+# Go's pointers: "", 0 and false are values of their own.
+POINTER_STR, POINTER_INT, POINTER_BOOL = (Scalar(name) for name in ("*string", "*int", "*bool"))
 QUANTITY = Scalar("quantity")
 ANY = None
 
@@ -57,7 +60,14 @@ REFERENCE = Struct(
     dict.fromkeys(("kind", "namespace", "name", "uid", "apiVersion", "resourceVersion", "fieldPath"), STR)
 )
 OWNER = Struct(
-    {"apiVersion": STR, "kind": STR, "name": STR, "uid": STR, "controller": BOOL, "blockOwnerDeletion": BOOL},
+    {
+        "apiVersion": STR,
+        "kind": STR,
+        "name": STR,
+        "uid": STR,
+        "controller": POINTER_BOOL,
+        "blockOwnerDeletion": POINTER_BOOL,
+    },
     {"apiVersion": "", "kind": "", "name": "", "uid": ""},
 )
 META = Struct(
@@ -66,7 +76,7 @@ META = Struct(
         "generation": INT,
         "creationTimestamp": TIME,
         "deletionTimestamp": TIME,
-        "deletionGracePeriodSeconds": INT,
+        "deletionGracePeriodSeconds": POINTER_INT,
         "labels": MapOf(STR),
         "annotations": MapOf(STR),
         "ownerReferences": ListOf(OWNER),
@@ -150,8 +160,8 @@ LEASE = Struct(
                 "holderIdentity": POINTER_STR,
                 "preferredHolder": POINTER_STR,
                 "strategy": POINTER_STR,
-                "leaseDurationSeconds": INT,
-                "leaseTransitions": Scalar("*int"),
+                "leaseDurationSeconds": POINTER_INT,
+                "leaseTransitions": POINTER_INT,
                 "acquireTime": MICROTIME,
                 "renewTime": MICROTIME,
             }
@@ -159,8 +169,8 @@ LEASE = Struct(
     },
     {"spec": {}},
 )
-CONFIGMAP = Struct({"data": MapOf(STR), "binaryData": MapOf(STR), "immutable": BOOL})
-ACCOUNT = Struct({"secrets": ANY, "imagePullSecrets": ANY, "automountServiceAccountToken": BOOL})
+CONFIGMAP = Struct({"data": MapOf(STR), "binaryData": MapOf(STR), "immutable": POINTER_BOOL})
+ACCOUNT = Struct({"secrets": ANY, "imagePullSecrets": ANY, "automountServiceAccountToken": POINTER_BOOL})
 POD = Struct({"spec": ANY, "status": Struct({"conditions": ListOf(POD_CONDITION)})}, {"spec": {}, "status": {}})
 KINDS: Mapping[str, Struct] = {
     "Node": NODE,
@@ -223,7 +233,7 @@ def _is_empty(want: Any, value: Any) -> bool:
     if isinstance(want, ListOf | MapOf):
         return not value
     if isinstance(want, Scalar) and not want.name.startswith("*"):
-        return value == "" or (want.name == "int" and value == 0) or value is None
+        return value in ("", 0, False, None)
     return False
 
 
@@ -244,7 +254,8 @@ def _scalar(name: str, value: Any, where: str) -> Any:
 
 
 def _time(value: Any, kind: str, where: str) -> str:
-    if not isinstance(value, str) or not _STAMP.fullmatch(value):
+    form = _STAMP if kind == "time" else _MICRO_STAMP
+    if not isinstance(value, str) or not form.fullmatch(value):
         layout = "2006-01-02T15:04:05Z07:00" if kind == "time" else "2006-01-02T15:04:05.000000Z07:00"
         raise WrongType(f'parsing time "{value}" as "{layout}": cannot parse "{value}" as "2006"')
     try:

@@ -5,14 +5,13 @@ from __future__ import annotations
 import asyncio
 import uuid
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from datetime import UTC, datetime
 from typing import Any
 
 import msgspec
 from aiohttp import web
 
-from fakes.kube import resources, tables
+from fakes.kube import protobuf, resources, tables
 from fakes.kube.api import Api, Options, shown
 from fakes.kube.audit import AuditLog, Request
 from fakes.kube.faults import Faults
@@ -27,7 +26,8 @@ from fakes.kube.status import (
     unauthorized,
     unsupported_media_type,
 )
-from fakes.kube.tokens import Refused, Tokens, User
+from fakes.kube.targets import Target, not_for_anonymous, target_of
+from fakes.kube.tokens import ANONYMOUS, Refused, Tokens, User
 from fakes.kube.watching import Watch, Wish
 
 MAX_BODY_BYTES = 3 * 1024 * 1024
@@ -46,68 +46,6 @@ _HEALTH = frozenset({"/healthz", "/livez", "/readyz"})
 _PATCHES = frozenset(
     {"application/json-patch+json", "application/merge-patch+json", "application/strategic-merge-patch+json"}
 )
-_VERBS: Mapping[tuple[str, bool], str] = {
-    ("GET", True): "get",
-    ("GET", False): "list",
-    ("POST", False): "create",
-    ("PUT", True): "update",
-    ("PATCH", True): "patch",
-    ("DELETE", True): "delete",
-    ("DELETE", False): "deletecollection",
-}
-
-
-@dataclass(frozen=True)
-class Target:
-    """What a path names. `namespace` None = all of them, or a kind without."""
-
-    resource: Resource
-    namespace: str | None
-    name: str
-    sub: str
-    verb: str
-
-    def as_object(self) -> Obj:
-        parts = {
-            "resource": self.resource.plural,
-            "namespace": self.namespace or "",
-            "name": self.name,
-            "apiGroup": self.resource.group,
-            "apiVersion": self.resource.version,
-            "subresource": self.sub,
-        }
-        return {key: value for key, value in parts.items() if value}
-
-
-def target_of(method: str, path: str, watch: bool) -> Target | None:
-    """None for a path that names no resource. Raises ApiStatus for one that is not served so."""
-    parts = [part for part in path.split("/") if part]
-    if parts[:1] == ["api"]:
-        group, rest = "", parts[1:]
-    elif parts[:1] == ["apis"] and len(parts) > 2:
-        group, rest = parts[1], parts[2:]
-    else:
-        return None
-    if len(rest) < 2:
-        return None
-    version, rest = rest[0], rest[1:]
-    namespace: str | None = None
-    if rest[0] == "namespaces" and len(rest) > 2 and rest[2] not in ("status", "finalize"):
-        namespace, rest = rest[1], rest[2:]
-    plural, name, sub, *more = [*rest, "", ""][: max(3, len(rest))]
-    resource = resources.BY_PATH.get((group, version, plural))
-    known_sub = resource is not None and (not sub or any(one.name == sub for one in resource.subresources))
-    if resource is None or more or not known_sub or (namespace is not None and not resource.namespaced):
-        raise no_such_path()
-    verb = _VERBS.get((method, bool(name)), "")
-    if sub and sub != "status":
-        verb = "create" if method == "POST" else ""
-    if verb == "list" and watch:
-        verb = "watch"
-    unplaced = resource.namespaced and namespace is None and verb not in ("list", "watch")
-    if not verb or (verb not in resource.verbs and not sub) or unplaced:
-        raise method_not_allowed()
-    return Target(resource, namespace, name, sub, verb)
 
 
 class Server:
@@ -160,9 +98,12 @@ class Server:
             return await self._set_faults(http, request.user)
         headers = {"Audit-Id": request.audit_id, "Cache-Control": "no-cache, private"}
         target = target_of(http.method, http.path, http.query.get("watch") in ("1", "true"))
+        if target is not None:
+            request.verb, request.target = target.verb, target.as_object()
+        if request.user == ANONYMOUS:
+            raise not_for_anonymous(http.method, http.path, target)
         if target is None:
             return _json(_document(http), 200, headers)
-        request.verb, request.target = target.verb, target.as_object()
         style = _style(http.headers.get("Accept", "*/*"))
         if target.verb == "watch":
             return await self._watch(http, target, style, headers)
@@ -179,7 +120,7 @@ class Server:
     def _authenticated(self, http: web.Request) -> User:
         scheme, _, token = http.headers.get("Authorization", "").partition(" ")
         if scheme.lower() != "bearer" or not token.strip():
-            raise unauthorized()
+            return ANONYMOUS
         try:
             return self._tokens.authenticate(token.strip())[0]
         except Refused:
@@ -299,12 +240,14 @@ async def _body(http: web.Request) -> Any:
     if not raw:
         return {}
     # An unnamed type is read as JSON, as a real server does.
-    if http.content_type not in {"application/json", "application/octet-stream", *_PATCHES}:
+    if http.content_type not in {"application/json", "application/octet-stream", protobuf.MEDIA_TYPE, *_PATCHES}:
         raise unsupported_media_type()
     try:
-        return msgspec.json.decode(raw)
+        return protobuf.decoded(raw) if http.content_type == protobuf.MEDIA_TYPE else msgspec.json.decode(raw)
     except msgspec.DecodeError as error:
         raise bad_request(f"couldn't get version/kind; json parse error: {error}") from None
+    except protobuf.NotProtobuf as error:
+        raise bad_request(str(error)) from None
 
 
 def _object(body: Any) -> Obj:

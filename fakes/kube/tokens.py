@@ -43,6 +43,10 @@ class User:
         return user | ({"extra": {key: list(values) for key, values in self.extra.items()}} if self.extra else {})
 
 
+#: Who shows no credentials. Nothing is granted to them but version and health.
+ANONYMOUS = User("system:anonymous", "", ("system:unauthenticated",), {})
+
+
 class Refused(Exception):
     """A token that names nobody; the text is the reason, empty where it is no token of ours at all."""
 

@@ -16,6 +16,8 @@ from fakes.kube.store import Change, Store
 
 DEFAULT_TIMEOUT_S = 1800.0
 INITIAL_END = "k8s.io/initial-events-end"
+#: A watch that asked for bookmarks gets the last one so long before its end, and goes on from there next time.
+LAST_BOOKMARK_S = 2.0
 
 
 @dataclass(frozen=True)
@@ -68,7 +70,7 @@ class Watch:
             version = self._store.version if wish.version is None else wish.version
             if wish.version is None and (first := self._initial(wish)):
                 yield first
-            bookmark_at_s = loop.time() + self._bookmark_s
+            bookmark_at_s = self._next_bookmark_s(loop.time(), deadline_s)
             while not any(end.is_set() for end in self._ends) and loop.time() < deadline_s:
                 changed.clear()
                 try:
@@ -81,12 +83,16 @@ class Watch:
                 if lines:
                     yield lines
                 if loop.time() >= bookmark_at_s:
-                    bookmark_at_s = loop.time() + self._bookmark_s
+                    bookmark_at_s = self._next_bookmark_s(loop.time(), deadline_s)
                     if wish.bookmarks:
                         yield self._bookmark(version)
                 await self._wait(changed, min(deadline_s, bookmark_at_s) - loop.time())
         finally:
             self._store.unlisten(changed)
+
+    def _next_bookmark_s(self, now_s: float, deadline_s: float) -> float:
+        usual_s, last_s = now_s + self._bookmark_s, deadline_s - LAST_BOOKMARK_S
+        return last_s if now_s < last_s < usual_s else usual_s
 
     async def _wait(self, changed: asyncio.Event, seconds: float) -> None:
         waits = [asyncio.ensure_future(event.wait()) for event in (changed, *self._ends)]
